@@ -1,0 +1,1 @@
+"""One module a subcommand of `blockmgr`: options, progress, tables. The work is done elsewhere."""
