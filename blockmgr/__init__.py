@@ -1,0 +1,43 @@
+"""blockmgr: a prefix-caching paged-KV block manager to embed in an LLM serving loop.
+
+    pool, tree, eviction, tables  <-  manager  <-  tiers, events, metrics
+
+Needs numpy, xxhash and sortedcontainers; never torch.
+"""
+
+from .answers import NeverFits, NoSpace, Pending, Step
+from .errors import (
+    BlockManagerError,
+    DuplicateRequest,
+    InvalidConfig,
+    InvalidCount,
+    InvalidHandle,
+    InvalidState,
+    InvalidTokens,
+    InvariantViolation,
+    LimitExceeded,
+)
+from .manager import BlockManager, Counters
+from .namespace import Namespace
+from .sequence import Batch, Sequence
+
+__all__ = [
+    "Batch",
+    "BlockManager",
+    "BlockManagerError",
+    "Counters",
+    "DuplicateRequest",
+    "InvalidConfig",
+    "InvalidCount",
+    "InvalidHandle",
+    "InvalidState",
+    "InvalidTokens",
+    "InvariantViolation",
+    "LimitExceeded",
+    "Namespace",
+    "NeverFits",
+    "NoSpace",
+    "Pending",
+    "Sequence",
+    "Step",
+]

@@ -1,0 +1,42 @@
+"""Typed errors. Misuse raises one of these; scarcity never does (see answers.py).
+
+Every message names the offending value and the limit, and whatever raised it changed nothing.
+"""
+
+from __future__ import annotations
+
+
+class BlockManagerError(Exception):
+    """Base of every error raised by this package."""
+
+
+class InvalidConfig(BlockManagerError, ValueError):
+    """A constructor or option value outside its domain."""
+
+
+class InvalidTokens(BlockManagerError, ValueError):
+    """Token ids that are empty, of the wrong type or shape, or outside 0 .. 2**31 - 1."""
+
+
+class InvalidCount(BlockManagerError, ValueError):
+    """A number of tokens or blocks that the sequence at hand can't have."""
+
+
+class InvalidHandle(BlockManagerError, ValueError):
+    """A sequence, batch, ticket or pin that is dead, unknown, or belongs to another manager."""
+
+
+class DuplicateRequest(BlockManagerError, ValueError):
+    """A request id that a live sequence already bears."""
+
+
+class InvalidState(BlockManagerError, RuntimeError):
+    """An operation that this sequence's state does not allow."""
+
+
+class LimitExceeded(BlockManagerError, RuntimeError):
+    """A configured cap (pins, guarantees) would be exceeded."""
+
+
+class InvariantViolation(BlockManagerError, AssertionError):
+    """`check()` found a broken invariant; the message starts with its number in docs/design.md."""

@@ -1,0 +1,105 @@
+"""Eviction orders: which unreferenced block goes first. The tree adds the rest: leaves only, tail first.
+
+An order keeps one float64 score a block and is told of two things, each with the manager's tick (a count
+of releases, so "the same request" means "the same tick"):
+
+    stored(blocks, tick)   these blocks entered the tree
+    used(blocks, tick)     a sequence that held these blocks, leading blocks first, let go of them
+    evicted(blocks, tick)  these blocks left the tree because room was needed
+
+The block with the smallest (score, last use) goes first. `tree.last_use` holds the second part, so that
+every order breaks ties by recency and LRU needs no score of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidConfig
+from .pool import Ints
+
+Scores = npt.NDArray[np.float64]
+
+
+class Order(Protocol):
+    """What the tree needs of an order."""
+
+    scores: Scores
+
+    def stored(self, blocks: Ints, tick: int) -> None: ...
+    def used(self, blocks: Ints, tick: int) -> None: ...
+    def evicted(self, blocks: Ints, tick: int) -> None: ...
+
+
+class LRU:
+    """Least recently released first: no score, recency alone."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.scores: Scores = np.broadcast_to(np.zeros(1), (num_blocks,))
+
+    def stored(self, blocks: Ints, tick: int) -> None:
+        pass
+
+    def used(self, blocks: Ints, tick: int) -> None:
+        pass
+
+    def evicted(self, blocks: Ints, tick: int) -> None:
+        pass
+
+
+class FIFO(LRU):
+    """First stored, first out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.scores = np.zeros(num_blocks)
+
+    def stored(self, blocks: Ints, tick: int) -> None:
+        self.scores[blocks] = tick
+
+
+class LFU(LRU):
+    """Least often released first, counted since the block was stored."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.scores = np.zeros(num_blocks)
+
+    def stored(self, blocks: Ints, tick: int) -> None:
+        self.scores[blocks] = 0.0
+
+    def used(self, blocks: Ints, tick: int) -> None:
+        self.scores[blocks] += 1.0
+
+
+class AgedFrequency(LRU):
+    """Frequency that halves every `half_life` releases.
+
+    The score is log2 of the sum over uses of 2**(tick / half_life): what every count would be if all were
+    aged to a common future, so a block that is not touched needs no update (forward decay, Cormode et al. 2009).
+    """
+
+    half_life = 1000.0
+
+    def __init__(self, num_blocks: int) -> None:
+        self.scores = np.full(num_blocks, -np.inf)
+
+    def stored(self, blocks: Ints, tick: int) -> None:
+        self.scores[blocks] = -np.inf
+
+    def used(self, blocks: Ints, tick: int) -> None:
+        self.scores[blocks] = np.logaddexp2(self.scores[blocks], tick / self.half_life)
+
+
+ORDERS: dict[str, Callable[[int], Order]] = {"lru": LRU, "fifo": FIFO, "lfu": LFU, "aged": AgedFrequency}
+
+
+def make_order(order: str | Callable[[int], Order], num_blocks: int) -> Order:
+    """An order by name or from a factory that takes the number of blocks. Raises InvalidConfig."""
+    if callable(order):
+        return order(num_blocks)
+    if order not in ORDERS:
+        raise InvalidConfig(f"eviction order must be one of {', '.join(ORDERS)}, got {order!r}")
+    return ORDERS[order](num_blocks)

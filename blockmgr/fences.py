@@ -1,0 +1,57 @@
+"""Fences: a loop that overlaps steps or copies says when they are over.
+
+A ticket is open from the launch of a step or copy until it is known to be over. A block whose lease is dropped
+while tickets are open gets one fence a ticket, and stays unavailable until all of those are closed, in any
+order. Without open tickets dropping costs nothing extra.
+"""
+
+from __future__ import annotations
+
+from .errors import InvalidHandle
+from .pool import Ints, Pool
+from .tree import Run, Tree
+
+
+class Ticket:
+    """One step or copy under way; made by `BlockManager.open_ticket`."""
+
+    __slots__ = ("number", "records")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.records: list[
+            tuple[Ints, Run]
+        ] = []  # blocks dropped meanwhile, and the run that may become a leaf
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.number}>"
+
+
+class Tickets:
+    """The open tickets of one manager."""
+
+    def __init__(self, pool: Pool, tree: Tree) -> None:
+        self._pool, self._tree = pool, tree
+        self.active: list[Ticket] = []
+        self._number = 0
+
+    def open(self) -> Ticket:
+        self._number += 1
+        ticket = Ticket(self._number)
+        self.active.append(ticket)
+        return ticket
+
+    def close(self, ticket: Ticket) -> None:
+        """Raises InvalidHandle if the ticket is not open here."""
+        if ticket not in self.active:
+            raise InvalidHandle(f"{ticket!r} is not an open ticket of this manager")
+        self.active.remove(ticket)
+        for blocks, run in ticket.records:
+            run.root.idle += self._pool.unfence(blocks)
+            self._tree.offer(run)
+
+    def drop(self, blocks: Ints, run: Run) -> int:
+        """Drop one lease of each block, fenced by every open ticket; returns how many became cached at once."""
+        for ticket in self.active:
+            ticket.records.append((blocks, run))
+        return self._pool.drop(blocks, len(self.active))

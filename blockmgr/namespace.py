@@ -1,0 +1,89 @@
+"""Who may share with whom: the identity under which blocks are stored, and the names blocks go by.
+
+Two prompts can share a block only inside one `Namespace`. Its encoding is complete (no part is hashed
+away or cut), typed and length-framed (no two different namespaces encode alike), and it contains nothing
+that differs between processes. A block's name is a 128-bit digest chained over its ancestors; it is used
+outside the process (events, shared tiers). Inside, the tree compares tokens and never trusts a digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import xxhash
+
+from .errors import InvalidConfig
+
+Part = str | bytes | int
+Hasher = Callable[[bytes], bytes]
+
+
+def xxh3_128(data: bytes) -> bytes:
+    """The default hasher: 16 bytes of XXH3 (not cryptographic; readers of shared tiers must compare content)."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def frame(part: Part) -> bytes:
+    """One part, type-tagged and length-framed: `frame("1") != frame(b"1") != frame(1)`.
+
+    Raises InvalidConfig for any other type (bool included: it would equal an int).
+    """
+    if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
+        raise InvalidConfig(f"namespace part must be str, bytes or int, got {type(part).__name__} {part!r}")
+    tag = {str: b"s", bytes: b"b", int: b"i"}[str if isinstance(part, str) else type(part)]
+    body = part if isinstance(part, bytes) else str(part).encode()
+    return tag + len(body).to_bytes(8, "little") + body
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The isolation key of a request. Any difference in any field forbids sharing.
+
+    salt             tenant or user secret
+    adapter          name of a LoRA or other adapter, "" for the base model
+    adapter_version  changes whenever an adapter is reloaded under the same name
+    weight_epoch     changes whenever the base weights change
+    kv_format        dtype, scales and layout of the stored KV
+    extra            anything else that changes KV for every token, in a fixed order
+    """
+
+    salt: Part = ""
+    adapter: Part = ""
+    adapter_version: Part = 0
+    weight_epoch: Part = 0
+    kv_format: Part = ""
+    extra: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        _ = self.key  # refuse bad parts when the namespace is made, not when it is first used
+
+    @cached_property
+    def key(self) -> bytes:
+        """The complete encoding; equal exactly when the namespaces are equal."""
+        head = (self.salt, self.adapter, self.adapter_version, self.weight_epoch, self.kv_format)
+        if not isinstance(self.extra, tuple):
+            raise InvalidConfig(f"namespace extra must be a tuple, got {type(self.extra).__name__}")
+        return b"".join(map(frame, (*head, len(self.extra), *self.extra)))
+
+
+DEFAULT = Namespace()
+
+
+def media_keys(media: Iterable[tuple[int, bytes]], block_size: int) -> dict[int, bytes]:
+    """Per-position keys of non-text content, as {block index: framed keys of the media that start in it}.
+
+    `media` lists (token position, identity): the identity must hold everything that changes the KV of the
+    placeholder tokens (content digest, preprocessing options). Blocks before the position stay shareable with
+    anyone; the block that holds it, and so all its descendants, only with the same media at the same place.
+    """
+    keys: dict[int, bytes] = {}
+    for position, identity in sorted(media):
+        if not isinstance(position, int) or position < 0:
+            raise InvalidConfig(f"media position must be an int >= 0, got {position!r}")
+        if not isinstance(identity, bytes) or not identity:
+            raise InvalidConfig(f"media identity must be non-empty bytes, got {identity!r}")
+        index = position // block_size
+        keys[index] = keys.get(index, b"") + frame(position) + frame(identity)
+    return keys

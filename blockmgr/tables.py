@@ -1,0 +1,110 @@
+"""Block tables and lengths of live sequences: one row each, kept as arrays so that a batch steps in a few slices.
+
+    blocks    int32 [rows, width]  physical block of each logical block; -1 beyond the row's count
+    count     int64 [rows]         blocks in the table
+    cursor    int64 [rows]         slot behind the last token that has room; a multiple of block_size means that
+                                   the last block is full (or that there is none)
+    computed  int64 [rows]         leading tokens whose KV is acknowledged
+    known     int64 [rows]         leading tokens whose ids are in the pool
+    promise   int64 [rows]         blocks promised at admission (reserve=) and not yet taken
+
+    computed <= known <= room,  room = tokens that have slots = count * block_size - (-cursor mod block_size)
+
+A row is free or belongs to one sequence. Rows and columns double when they run out; `flat` is `blocks` as one
+axis, and both are replaced on growth, so nobody keeps them across calls.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .pool import Ints
+
+
+class Tables:
+    """Rows of block tables for up to any number of live sequences."""
+
+    def __init__(self, block_size: int, rows: int = 64, width: int = 64) -> None:
+        self.block_size = block_size
+        self.blocks = np.full((rows, width), -1, np.int32)
+        self.flat = self.blocks.reshape(-1)
+        self.width = width
+        self.count = np.zeros(rows, np.int64)
+        self.cursor = np.zeros(rows, np.int64)
+        self.computed = np.zeros(rows, np.int64)
+        self.known = np.zeros(rows, np.int64)
+        self.promise = np.zeros(rows, np.int64)
+        self.unused = list(range(rows - 1, -1, -1))
+
+    def open(self, blocks: npt.NDArray[np.int32], room: int, known: int, computed: int) -> int:
+        """A row for these blocks, `room` tokens of which have slots."""
+        if not self.unused:
+            self._resize(2 * len(self.count), self.width)
+        row = self.unused.pop()
+        count = len(blocks)
+        self.widen(count)
+        self.blocks[row, :count] = blocks
+        self.count[row] = count
+        self.known[row] = known
+        self.computed[row] = computed
+        self.set_room(row, room)
+        return row
+
+    def close(self, row: int) -> None:
+        """Give the row back; its blocks have been dropped by the caller."""
+        self.blocks[row, : self.count[row]] = -1
+        self.count[row] = self.cursor[row] = self.computed[row] = self.known[row] = self.promise[row] = 0
+        self.unused.append(row)
+
+    def row(self, row: int) -> npt.NDArray[np.int32]:
+        """The blocks of a row, a view."""
+        return self.blocks[row, : self.count[row]]
+
+    def room(self, row: int) -> int:
+        """Tokens that have slots."""
+        return int(self.count[row]) * self.block_size - int(-self.cursor[row] % self.block_size)
+
+    def set_room(self, row: int, room: int) -> None:
+        """Place the cursor behind token `room` - 1, which must lie in the row's last block."""
+        count, size = int(self.count[row]), self.block_size
+        self.cursor[row] = (
+            0 if count == 0 else int(self.blocks[row, count - 1]) * size + room - (count - 1) * size
+        )
+
+    def append(self, row: int, blocks: npt.NDArray[np.int32], room: int) -> None:
+        """Add blocks to the row's end and place the cursor."""
+        count = int(self.count[row])
+        self.widen(count + len(blocks))
+        self.blocks[row, count : count + len(blocks)] = blocks
+        self.count[row] = count + len(blocks)
+        self.set_room(row, room)
+
+    def slots(self, row: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Slots of token positions start .. stop - 1."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return (
+            self.blocks[row, positions // self.block_size] * np.int64(self.block_size)
+            + positions % self.block_size
+        )
+
+    def slots_at(self, rows: Ints, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Slot of one token position a row, vectorised over rows."""
+        blocks = self.flat[rows * self.width + positions // self.block_size]
+        return blocks * np.int64(self.block_size) + positions % self.block_size
+
+    def widen(self, width: int) -> None:
+        """Make sure that rows can hold `width` blocks."""
+        if width > self.width:
+            self._resize(len(self.count), max(width, 2 * self.width))
+
+    def _resize(self, rows: int, width: int) -> None:
+        old = len(self.count)
+        blocks = np.full((rows, width), -1, np.int32)
+        blocks[:old, : self.width] = self.blocks
+        self.blocks, self.flat, self.width = blocks, blocks.reshape(-1), width
+        for name in ("count", "cursor", "computed", "known", "promise"):
+            array = np.zeros(rows, np.int64)
+            array[:old] = getattr(self, name)
+            setattr(self, name, array)
+        self.unused = list(range(rows - 1, old - 1, -1)) + self.unused

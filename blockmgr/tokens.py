@@ -1,0 +1,47 @@
+"""Token ids as the core wants them: one contiguous int32 array, checked, copied at most once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidTokens
+
+MAX_TOKEN = 2**31 - 1
+
+
+class _Tensor(Protocol):
+    """A CPU torch tensor, or anything else that numpy can view."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array[int] | _Tensor"
+
+
+def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
+    """A contiguous int32 array [T] of token ids.
+
+    Accepts a list or tuple of ints, a numpy integer array, an array.array or a CPU torch tensor, one-dimensional.
+    An int32 array is not copied. Raises InvalidTokens: empty, not integers, not one-dimensional, or an id outside
+    0 .. 2**31 - 1 (named with its position).
+    """
+    try:
+        got = np.asarray(ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
+    if got.ndim != 1:
+        raise InvalidTokens(f"token ids must be one-dimensional, got shape {got.shape}")
+    if len(got) == 0:
+        raise InvalidTokens("token ids must not be empty")
+    if got.dtype.kind not in "iu":
+        raise InvalidTokens(f"token ids must be integers, got dtype {got.dtype}")
+    low = got.min()
+    if low < 0 or (got.dtype != np.int32 and got.max() > MAX_TOKEN):
+        at = int(got.argmin() if low < 0 else got.argmax())
+        raise InvalidTokens(f"token id {got[at]} at position {at} is outside 0 .. {MAX_TOKEN}")
+    return np.ascontiguousarray(got, dtype=np.int32)

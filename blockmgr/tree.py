@@ -1,0 +1,408 @@
+"""The prefix tree: committed blocks, found by their content.
+
+A run is a chain of blocks. It hangs from a place in another run (or from the root of its namespace), and runs
+never split: where a prompt diverges in the middle of a run, the new run simply hangs from that middle.
+
+    root --> [ b0 b1 b2 b3 b4 ]           a place is (run, at): behind the first `at` blocks of the run
+                     |    `--> [ b9 ]     its anchor is the block there, or the root's own negative number
+                     `--> [ b5 b6 ]       branches[anchor][first block's tokens + media key] = run
+
+Which blocks a run holds is run.blocks[:run.length]; what they contain is pool.tokens. A match compares token
+ids, one vectorised comparison a run; nothing here hashes. Invariants, beside those of the pool:
+
+    a run is registered under its anchor and first tokens, and is not empty (roots are empty and never registered)
+    no two blocks behind one anchor have equal content, so every prefix has one place
+    an anchor is resident: runs lose blocks at their tail only, and only if nothing hangs from the block
+    media keys are compared too, because a block with one is always the first of its run
+    `leaves` has one entry for each run whose tail was reclaimable when last looked at; stale ones are dropped
+    or renewed when they come up
+
+States of a run: open (root.dead is False) -> dropped (its root was invalidated: it can't be matched or extended,
+and its blocks are freed as their leases end).
+
+run.writer is the sequence that stands at the run's end and may have computed full blocks that it has not
+published yet; a match that reaches the end of a run asks it to publish first. Deferring is invisible outside
+and makes a decode step independent of how many blocks it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedList
+
+from .eviction import Order
+from .pool import Blocks, Ints, Pool
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
+
+Leaf = tuple[float, float, float, int, "Run"]  # (priority, score, last use, serial, run)
+NO_MEDIA: Mapping[int, bytes] = {}
+
+
+class Run:
+    """A chain of committed blocks; see the module's first lines."""
+
+    __slots__ = ("at", "blocks", "leaf", "length", "media", "parent", "root", "writer")
+
+    def __init__(self, parent: Run | None, at: int, blocks: Blocks, media: bytes, root: Root | None) -> None:
+        self.parent, self.at, self.blocks, self.length, self.media = parent, at, blocks, len(blocks), media
+        self.root: Root = root if root is not None else self  # type: ignore[assignment]
+        self.writer: Sequence | None = None
+        self.leaf: Leaf | None = None
+
+    def anchor(self, at: int) -> int:
+        """What a run that hangs behind the first `at` blocks is registered under."""
+        return int(self.blocks[at - 1]) if at else self.root.number
+
+    def anchor_block(self) -> int:
+        """The block this run hangs from, negative for a root."""
+        assert self.parent is not None
+        return self.parent.anchor(self.at)
+
+
+class Root(Run):
+    """The empty run under which all runs of one namespace hang."""
+
+    __slots__ = ("dead", "guarantee", "idle", "key", "leaves", "live", "number", "resident")
+
+    def __init__(self, key: bytes, number: int, leaves: SortedList) -> None:
+        super().__init__(None, 0, np.empty(0, np.int32), b"", None)
+        self.key, self.number, self.leaves = key, number, leaves
+        self.dead = False
+        self.live = 0  # sequences and pins that stand in this namespace
+        self.resident = 0  # blocks in its runs
+        self.idle = 0  # those of them that are cached
+        self.guarantee = 0
+
+
+class Place(NamedTuple):
+    """Where a match ended: behind the first `at` blocks of `run`, `blocks` being the whole path from the root."""
+
+    run: Run
+    at: int
+    blocks: Blocks
+
+
+class Listener(Protocol):
+    """Told of every change of the tree, in order. `parent` is an anchor: a block id, or negative for a root."""
+
+    def stored(self, root: Root, parent: int, blocks: Blocks, media: bytes) -> None: ...
+    def removed(self, root: Root, blocks: Blocks) -> None: ...
+    def cleared(self, root: Root | None) -> None: ...
+
+
+class Tree:
+    """All runs of all namespaces over one pool."""
+
+    def __init__(self, pool: Pool, order: Order) -> None:
+        self.pool, self.order = pool, order
+        self.roots: dict[bytes, Root] = {}
+        self.branches: dict[int, dict[bytes, Run]] = {}
+        self.last_use = np.zeros(pool.num_blocks)
+        self.priority: npt.NDArray[np.int8] | None = None
+        self.leaves: SortedList = SortedList()
+        self.guaranteed: list[Root] = []
+        self.listeners: list[Listener] = []
+        self.publish_pending: Callable[[Sequence], None] = lambda seq: None
+        self.tick = 0
+        self.evictions = 0
+        self._serial = 0
+        self._next_root = -1
+
+    # --- finding -------------------------------------------------------------------------------------------
+
+    def root(self, key: bytes) -> Root:
+        """The root of a namespace, made if it has none."""
+        root = self.roots.get(key)
+        if root is None:
+            root = self.roots[key] = Root(key, self._next_root, self.leaves)
+            self._next_root -= 1
+        return root
+
+    def forget_if_empty(self, root: Root) -> None:
+        """Drop a root that holds nothing, so that one-off namespaces cost nothing after their last block."""
+        if not (root.live or root.resident or root.guarantee) and self.roots.get(root.key) is root:
+            del self.roots[root.key]
+
+    def match(self, root: Root, tokens: Blocks, limit: int, media: Mapping[int, bytes] = NO_MEDIA) -> Place:
+        """The longest path whose content equals the leading blocks of `tokens`, at most `limit` blocks."""
+        size, branches = self.pool.block_size, self.branches
+        run: Run = root
+        at = begin = pos = 0
+        parts: list[Blocks] = []
+        while pos < limit:
+            if at < run.length and pos not in media:
+                count = self._stretch(min(run.length - at, limit - pos), pos, media)
+                same = self._equal(run.blocks[at : at + count], tokens[pos * size : (pos + count) * size])
+                at += same
+                pos += same
+                if pos == limit:
+                    break
+            if at == run.length and run.writer is not None:
+                self.publish_pending(run.writer)
+                if at < run.length:
+                    continue
+            children = branches.get(run.anchor(at))
+            if children is None:
+                break
+            head = tokens[pos * size : (pos + 1) * size].tobytes()
+            child = children.get(head + media[pos] if pos in media else head)
+            if child is None:
+                break
+            if at > begin:
+                parts.append(run.blocks[begin:at])
+            run, begin, at, pos = child, 0, 1, pos + 1
+        if at > begin:
+            parts.append(run.blocks[begin:at])
+        if len(parts) == 1:
+            return Place(run, at, parts[0])
+        return Place(run, at, np.concatenate(parts) if parts else np.empty(0, np.int32))
+
+    def _equal(self, blocks: Blocks, tokens: Blocks) -> int:
+        """How many leading blocks hold exactly these tokens."""
+        differ = self.pool.tokens.take(blocks, axis=0).reshape(-1) != tokens
+        first = int(differ.argmax())
+        return first // self.pool.block_size if differ[first] else len(blocks)
+
+    @staticmethod
+    def _stretch(count: int, pos: int, media: Mapping[int, bytes]) -> int:
+        """`count`, cut so that pos + count passes no block that carries a media key."""
+        return min([count, *(index - pos for index in media if index > pos)]) if media else count
+
+    # --- growing -------------------------------------------------------------------------------------------
+
+    def publish(
+        self, seq: Sequence, run: Run, at: int, blocks: Blocks, start: int, media: Mapping[int, bytes]
+    ) -> tuple[Run, int, list[tuple[int, Blocks]], Sequence | None]:
+        """Commit full, computed `blocks` (logical blocks start, start + 1, ...) behind the place (run, at).
+
+        Returns the new place, the duplicates found as (logical index, the tree's blocks), and the sequence
+        whose claim to the run's end this publication took.
+        """
+        pool, pos, left = self.pool, start, len(blocks)
+        end = start + left
+        duplicates: list[tuple[int, Blocks]] = []
+        displaced: Sequence | None = None
+        while pos < end:
+            mine = blocks[pos - start :]
+            if at < run.length and pos not in media:
+                count = self._stretch(min(run.length - at, len(mine)), pos, media)
+                theirs = run.blocks[at : at + count]
+                same = self._equal(theirs, pool.tokens.take(mine[:count], axis=0).reshape(-1))
+                if same:
+                    duplicates.append((pos, theirs[:same].copy()))
+                    pos, at = pos + same, at + same
+                    continue
+            anchor = run.anchor(at)
+            head = pool.tokens[mine[0]].tobytes()
+            key = head + media[pos] if pos in media else head
+            children = self.branches.get(anchor)
+            child = children.get(key) if children is not None else None
+            if child is not None:
+                duplicates.append((pos, child.blocks[:1].copy()))
+                run, at, pos = child, 1, pos + 1
+                continue
+            count = self._stretch(len(mine), pos, media)
+            new = mine[:count]
+            if at and at == run.length and pos not in media:
+                if run.writer is not seq:
+                    displaced, run.writer = run.writer, None
+                self._append(run, new)
+            else:
+                run = Run(run, at, new.copy(), media.get(pos, b""), run.root)
+                at = 0
+                if children is None:
+                    children = self.branches[anchor] = {}
+                children[key] = run
+            run.root.resident += count
+            pool.committed[new] = True
+            self.order.stored(new, self.tick)
+            for listener in self.listeners:
+                listener.stored(run.root, anchor, new, run.media if at == 0 else b"")
+            pos, at = pos + count, at + count
+        return run, at, duplicates, displaced
+
+    @staticmethod
+    def _append(run: Run, new: Blocks) -> None:
+        need = run.length + len(new)
+        if need > len(run.blocks):
+            grown = np.empty(max(need, run.length + run.length // 2 + 4), np.int32)
+            grown[: run.length] = run.blocks[: run.length]
+            run.blocks = grown
+        run.blocks[run.length : need] = new
+        run.length = need
+
+    # --- shrinking -----------------------------------------------------------------------------------------
+
+    def used(self, blocks: Ints, tick: int) -> None:
+        """Record that a sequence let go of these committed blocks, leading blocks first."""
+        self.last_use[blocks] = tick
+        self.order.used(blocks, tick)
+
+    def offer(self, run: Run) -> None:
+        """Put the run among the leaves if its tail is reclaimable now."""
+        if run.length == 0 or run.root.dead:
+            return
+        tail = int(run.blocks[run.length - 1])
+        pool = self.pool
+        if pool.lease[tail] or pool.fence[tail] or tail in self.branches:
+            return
+        key = self._key(tail)
+        if run.leaf is not None:
+            if run.leaf[:3] == key:
+                return
+            run.root.leaves.discard(run.leaf)
+        self._serial += 1
+        run.leaf = (*key, self._serial, run)
+        run.root.leaves.add(run.leaf)
+
+    def _key(self, block: int) -> tuple[float, float, float]:
+        priority = 0.0 if self.priority is None else float(self.priority[block])
+        return priority, float(self.order.scores[block]), float(self.last_use[block])
+
+    def protected(self, user: Root | None) -> int:
+        """Cached blocks that guarantees of other namespaces keep from `user`."""
+        total = 0
+        for root in self.guaranteed:
+            if root is not user:
+                total += root.idle - min(root.idle, max(0, root.resident - root.guarantee))
+        return total
+
+    def evict(self, count: int, user: Root | None) -> int:
+        """Free up to `count` cached blocks, leaves first and in order; returns how many were freed."""
+        freed = 0
+        while freed < count:
+            leaves, most = self._next_leaves(user)
+            if leaves is None:
+                break
+            run: Run = leaves.pop(0)[-1]
+            leaf, run.leaf = run.leaf, None
+            assert leaf is not None
+            taken = self._idle_tail(run, min(count - freed, most), leaf)
+            if taken:
+                freed += taken
+                self.evictions += taken
+                self.order.evicted(run.blocks[run.length - taken : run.length], self.tick)
+                self.cut(run, taken)
+            else:
+                self.offer(run)
+        return freed
+
+    def _next_leaves(self, user: Root | None) -> tuple[SortedList | None, int]:
+        """The list whose first leaf goes next, and how many blocks its owner's guarantee lets go."""
+        best, most = (self.leaves if self.leaves else None), self.pool.num_blocks
+        for root in self.guaranteed:
+            spare = root.resident - root.guarantee if root is not user else self.pool.num_blocks
+            if root.leaves and spare > 0 and (best is None or root.leaves[0] < best[0]):
+                best, most = root.leaves, spare
+        return best, most
+
+    def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> int:
+        """How many blocks, from the tail, are reclaimable and tie with the leaf's key; at most `most`."""
+        pool = self.pool
+        blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
+        good = (pool.lease[blocks] == 0) & (pool.fence[blocks] == 0) & (self.last_use[blocks] == leaf[2])
+        good &= self.order.scores[blocks] == leaf[1]
+        if self.priority is not None:
+            good &= self.priority[blocks] == leaf[0]
+        count = len(blocks) if good.all() else int(good.argmin())
+        branches = self.branches
+        for index, block in enumerate(blocks[:count].tolist()):
+            if block in branches:
+                return index
+        return count
+
+    def cut(self, run: Run, count: int) -> None:
+        """Remove `count` reclaimable blocks from the run's tail and free them."""
+        root, blocks = run.root, run.blocks[run.length - count : run.length].copy()
+        if count == run.length:
+            self._unregister(run)
+        run.length -= count
+        root.resident -= count
+        root.idle -= count
+        if self.priority is not None:
+            self.priority[blocks] = 0
+        self.pool.cached -= count
+        self.pool.committed[blocks] = False
+        self.pool.give(blocks[::-1])
+        for listener in self.listeners:
+            listener.removed(root, blocks)
+        if run.length:
+            self.offer(run)
+        elif run.parent is not None:
+            self.offer(run.parent)
+            self.forget_if_empty(root)
+
+    def _unregister(self, run: Run) -> None:
+        assert run.parent is not None
+        anchor = run.parent.anchor(run.at)
+        children = self.branches[anchor]
+        del children[self.pool.tokens[run.blocks[0]].tobytes() + run.media]
+        if not children:
+            del self.branches[anchor]
+
+    def drop_root(self, root: Root) -> None:
+        """Invalidate a namespace: nothing of it can be matched any more; its cached blocks become free now,
+        its leased and fenced ones when they are let go (see Run's states)."""
+        runs = list(self.runs(root))
+        root.dead = True
+        for run in runs:
+            if run.leaf is not None:
+                root.leaves.discard(run.leaf)
+                run.leaf = None
+            run.writer = None
+            blocks = run.blocks[: run.length].astype(np.intp)
+            idle = blocks[(self.pool.lease[blocks] == 0) & (self.pool.fence[blocks] == 0)]
+            self.pool.cached -= len(idle)
+            self.pool.committed[blocks] = False
+            self.pool.give(idle)
+            for block in run.blocks[: run.length].tolist():
+                self.branches.pop(block, None)
+        self.branches.pop(root.number, None)
+        root.resident = root.idle = 0
+        if root in self.guaranteed:
+            self.guaranteed.remove(root)
+        if self.roots.get(root.key) is root:
+            del self.roots[root.key]
+        for listener in self.listeners:
+            listener.cleared(root)
+
+    # --- looking -------------------------------------------------------------------------------------------
+
+    def children(self, run: Run) -> Iterator[Run]:
+        """The runs that hang from this one (from a root: the first runs of its namespace)."""
+        anchors = run.blocks[: run.length].tolist() if run.parent is not None else [run.root.number]
+        for anchor in anchors:
+            yield from self.branches.get(anchor, {}).values()
+
+    def next_blocks(self, run: Run, at: int, most: int) -> Iterator[tuple[int, Run]]:
+        """Up to `most` blocks without a media key that follow a place, each with its run."""
+        if at < run.length:
+            yield int(run.blocks[at]), run
+        for child in islice(self.branches.get(run.anchor(at), {}).values(), most):
+            if not child.media:
+                yield int(child.blocks[0]), child
+
+    def runs(self, root: Root | None = None) -> Iterator[Run]:
+        """Every run, parents before children, of one namespace or of all; an explicit stack, no recursion."""
+        stack: list[Run] = [root] if root is not None else list(self.roots.values())
+        while stack:
+            run = stack.pop()
+            if run.parent is not None:
+                yield run
+            stack.extend(self.children(run))
+
+    def path(self, run: Run, at: int) -> Blocks:
+        """The blocks from the root to a place."""
+        parts = []
+        up: Run | None = run
+        while up is not None and up.parent is not None:
+            parts.append(up.blocks[:at])
+            up, at = up.parent, up.at
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
