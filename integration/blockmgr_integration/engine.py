@@ -1,0 +1,56 @@
+"""The serving loop: schedule, copy, run, acknowledge.
+
+The whole of it is `Engine.step`. Scheduling is the scheduler's, space the manager's, computing the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from blockmgr import BlockManager
+from blockmgr.errors import InvalidTokens
+
+from .runner import ModelRunner
+from .scheduler import Plan, Request, RequestTooLong, Scheduler
+
+
+class Engine:
+    """Greedy continuous batching of one model over one block manager.
+
+    watch  called once per step, when everything the step needs is allocated and nothing is computed yet
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        runner: ModelRunner,
+        token_budget: int = 1024,
+        watch: Callable[[Plan], None] = lambda plan: None,
+    ) -> None:
+        self.manager, self.runner, self.watch = manager, runner, watch
+        self.scheduler = Scheduler(manager, token_budget)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestTooLong, or InvalidTokens for ids outside the model's vocabulary."""
+        highest, total = int(request.ids.max()), len(request.ids) + request.new_tokens
+        if highest >= self.runner.vocabulary:
+            raise InvalidTokens(f"token id {highest} is outside the model's 0 .. {self.runner.vocabulary - 1}")
+        if total > self.runner.max_tokens:
+            raise RequestTooLong(
+                f"prompt of {len(request.ids)} tokens and {request.new_tokens} new ones are {total}; "
+                f"the model takes {self.runner.max_tokens}"
+            )
+        self.scheduler.submit(request)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """One forward pass; returns the tokens it sampled, each with its request."""
+        plan = self.scheduler.plan()
+        self.watch(plan)
+        self.runner.pages.copy(plan.copies)
+        sampled = self.runner.greedy(plan.rows, plan.keep)
+        return self.scheduler.acknowledge(plan, sampled)
+
+    def run(self) -> None:
+        """Steps until every submitted request is finished."""
+        while not self.scheduler.idle:
+            self.step()
