@@ -55,9 +55,7 @@ def _states(m: BlockManager) -> None:
     cached = int(np.count_nonzero(unheld & pool.committed))
     fenced = int(np.count_nonzero((pool.lease == 0) & (pool.fence > 0)))
     if (cached, fenced) != (pool.cached, pool.fenced):
-        raise broken(
-            1, f"counted {cached} cached and {fenced} fenced blocks, kept {pool.cached} and {pool.fenced}"
-        )
+        raise broken(1, f"counted {cached} cached and {fenced} fenced blocks, kept {pool.cached} and {pool.fenced}")
     if int(pool.fence.sum()) != pool.fences:
         raise broken(1, f"counted {pool.fence.sum()} fences, kept {pool.fences}")
 
@@ -84,14 +82,12 @@ def _fences(m: BlockManager) -> None:
         for blocks, _ in ticket.records:
             count[blocks] += 1
     for seq in m.sequences.values():
-        for block, _ in seq.sources:
-            count[block] += 1
+        for path in seq.sources:
+            count[path] += 1
     odd = count != m.pool.fence
     if odd.any():
         b = int(odd.argmax())
-        raise broken(
-            30, f"block {b} has fence count {m.pool.fence[b]}, {count[b]} open tickets and copies name it"
-        )
+        raise broken(30, f"block {b} has fence count {m.pool.fence[b]}, {count[b]} open tickets and copies name it")
 
 
 def _tables(m: BlockManager) -> None:
@@ -105,25 +101,15 @@ def _tables(m: BlockManager) -> None:
         row, count = seq.row, int(tables.count[seq.row])
         computed, known, room = int(tables.computed[row]), int(tables.known[row]), tables.room(row)
         if not 0 <= computed <= known <= room or -(-room // size) != count:
-            raise broken(
-                7, f"{seq!r}: computed {computed}, known {known}, room {room}, {count} blocks of {size}"
-            )
+            raise broken(7, f"{seq!r}: computed {computed}, known {known}, room {room}, {count} blocks of {size}")
         if (tables.blocks[row, count:] != -1).any() or (tables.blocks[row, :count] < 0).any():
             raise broken(7, f"{seq!r}: table {tables.blocks[row].tolist()} has {count} blocks")
         if count and int(tables.cursor[row] - 1) // size != tables.blocks[row, count - 1]:
-            raise broken(
-                7, f"{seq!r}: cursor {tables.cursor[row]} is not in block {tables.blocks[row, count - 1]}"
-            )
-        if seq.published != (0 if m.caching and not seq.root.dead else seq.published):
-            limit = max(computed // size, 0)
-            if seq.published > limit:
-                raise broken(11, f"{seq!r} published {seq.published} blocks with {computed} tokens computed")
+            raise broken(7, f"{seq!r}: cursor {tables.cursor[row]} is not in block {tables.blocks[row, count - 1]}")
+        if seq.published > -(-computed // size):
+            raise broken(11, f"{seq!r} published {seq.published} blocks with {computed} tokens computed")
         own = tables.row(row)[seq.published :]
-        if (
-            m.caching
-            and not seq.root.dead
-            and m.pool.committed[own[(known // size) - seq.published + 1 :]].any()
-        ):
+        if m.caching and not seq.root.dead and m.pool.committed[own[(known // size) - seq.published + 1 :]].any():
             raise broken(8, f"{seq!r} may write into a committed block: {own.tolist()}")
         promised += int(tables.promise[row])
     if promised != m.promised:
@@ -146,10 +132,9 @@ def _tree(m: BlockManager) -> None:
             resident += len(blocks)
             held = pool.lease[blocks] + pool.fence[blocks]
             idle += int(np.count_nonzero(held == 0))
-            if (np.diff(held) > 0).any():
-                raise broken(18, f"run {blocks.tolist()} is held more at depth: {held.tolist()}")
-            if run.parent is not root and run.parent is not None and held[0] > _held(m, run.anchor_block()):
-                raise broken(18, f"block {blocks[0]} is held more than its parent {run.anchor_block()}")
+            above = _held(m, run.anchor_block()) if run.parent is not root else 1
+            if (np.diff((np.append(above, held) > 0).astype(int)) > 0).any():
+                raise broken(18, f"run {blocks.tolist()} is held below a block that is not: {above} {held.tolist()}")
         if (resident, idle) != (root.resident, root.idle):
             raise broken(1, f"namespace {root.key!r}: counted {resident} resident and {idle} cached blocks, "
                             f"kept {root.resident} and {root.idle}")  # fmt: skip
@@ -173,9 +158,7 @@ def _run(m: BlockManager, root: Root, run: Run) -> None:
     if not run.length or run.parent is None or run.root is not root:
         raise broken(18, f"run {run.blocks[: run.length].tolist()} is empty or lies outside its namespace")
     if not 0 <= run.at <= run.parent.length:
-        raise broken(
-            18, f"run {run.blocks[: run.length].tolist()} hangs from place {run.at} of {run.parent.length}"
-        )
+        raise broken(18, f"run {run.blocks[: run.length].tolist()} hangs from place {run.at} of {run.parent.length}")
     key = m.pool.tokens[run.blocks[0]].tobytes() + run.media
     if m.tree.branches.get(run.parent.anchor(run.at), {}).get(key) is not run:
         raise broken(17, f"run {run.blocks[: run.length].tolist()} is not registered under its first tokens")
@@ -191,9 +174,7 @@ def _places(m: BlockManager) -> None:
             continue
         path = m.tree.path(seq.run, seq.at)
         if path.tolist() != m.tables.row(seq.row)[: seq.published].tolist():
-            raise broken(
-                9, f"{seq!r} stands behind {path.tolist()}, its table starts {m.tables.row(seq.row).tolist()}"
-            )
+            raise broken(9, f"{seq!r} stands behind {path.tolist()}, its table starts {m.tables.row(seq.row).tolist()}")
         if seq.run.writer is not seq and seq not in m.eager and seq.leading is None and m.caching:
             raise broken(11, f"{seq!r} neither writes its run's end nor publishes at once")
 
@@ -207,17 +188,13 @@ def _order(m: BlockManager) -> None:
     for run in m.tree.runs():
         tail = int(run.blocks[run.length - 1])
         if _held(m, tail) == 0 and tail not in m.tree.branches and run.leaf is None:
-            raise broken(
-                19, f"run {run.blocks[: run.length].tolist()} is reclaimable and not in the eviction order"
-            )
+            raise broken(19, f"run {run.blocks[: run.length].tolist()} is reclaimable and not in the eviction order")
 
 
 def _leftovers(m: BlockManager) -> None:
     live = {seq.row for seq in m.sequences.values() if seq.row >= 0}
     if len(live) + len(m.tables.unused) != len(m.tables.count):
-        raise broken(
-            6, f"{len(live)} sequences and {len(m.tables.unused)} unused rows of {len(m.tables.count)}"
-        )
+        raise broken(6, f"{len(live)} sequences and {len(m.tables.unused)} unused rows of {len(m.tables.count)}")
     for name in ("copying", "shared_tails", "eager"):
         for seq in getattr(m, name):
             if seq.row not in live:

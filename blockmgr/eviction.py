@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidConfig
-from .pool import Ints
+from .pool import Blocks, Ints
 
 Scores = npt.NDArray[np.float64]
 
@@ -30,9 +30,9 @@ class Order(Protocol):
 
     scores: Scores
 
-    def stored(self, blocks: Ints, tick: int) -> None: ...
-    def used(self, blocks: Ints, tick: int) -> None: ...
-    def evicted(self, blocks: Ints, tick: int) -> None: ...
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None: ...
+    def used(self, blocks: Ints | Blocks, tick: int) -> None: ...
+    def evicted(self, blocks: Ints | Blocks, tick: int) -> None: ...
 
 
 class LRU:
@@ -41,13 +41,13 @@ class LRU:
     def __init__(self, num_blocks: int) -> None:
         self.scores: Scores = np.broadcast_to(np.zeros(1), (num_blocks,))
 
-    def stored(self, blocks: Ints, tick: int) -> None:
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         pass
 
-    def used(self, blocks: Ints, tick: int) -> None:
+    def used(self, blocks: Ints | Blocks, tick: int) -> None:
         pass
 
-    def evicted(self, blocks: Ints, tick: int) -> None:
+    def evicted(self, blocks: Ints | Blocks, tick: int) -> None:
         pass
 
 
@@ -57,7 +57,7 @@ class FIFO(LRU):
     def __init__(self, num_blocks: int) -> None:
         self.scores = np.zeros(num_blocks)
 
-    def stored(self, blocks: Ints, tick: int) -> None:
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = tick
 
 
@@ -67,10 +67,10 @@ class LFU(LRU):
     def __init__(self, num_blocks: int) -> None:
         self.scores = np.zeros(num_blocks)
 
-    def stored(self, blocks: Ints, tick: int) -> None:
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = 0.0
 
-    def used(self, blocks: Ints, tick: int) -> None:
+    def used(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] += 1.0
 
 
@@ -86,10 +86,10 @@ class AgedFrequency(LRU):
     def __init__(self, num_blocks: int) -> None:
         self.scores = np.full(num_blocks, -np.inf)
 
-    def stored(self, blocks: Ints, tick: int) -> None:
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = -np.inf
 
-    def used(self, blocks: Ints, tick: int) -> None:
+    def used(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = np.logaddexp2(self.scores[blocks], tick / self.half_life)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .errors import InvalidHandle
 from .pool import Ints, Pool
-from .tree import Run, Tree
+from .tree import Root, Tree
 
 
 class Ticket:
@@ -19,9 +19,7 @@ class Ticket:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.records: list[
-            tuple[Ints, Run]
-        ] = []  # blocks dropped meanwhile, and the run that may become a leaf
+        self.records: list[tuple[Ints, Root]] = []  # blocks dropped meanwhile, and their namespace
 
     def __repr__(self) -> str:
         return f"<Ticket {self.number}>"
@@ -46,12 +44,12 @@ class Tickets:
         if ticket not in self.active:
             raise InvalidHandle(f"{ticket!r} is not an open ticket of this manager")
         self.active.remove(ticket)
-        for blocks, run in ticket.records:
-            run.root.idle += self._pool.unfence(blocks)
-            self._tree.offer(run)
+        for blocks, root in ticket.records:
+            root.idle += self._pool.unfence(blocks)
+        self._tree.offer_unfenced()
 
-    def drop(self, blocks: Ints, run: Run) -> int:
-        """Drop one lease of each block, fenced by every open ticket; returns how many became cached at once."""
+    def drop(self, blocks: Ints, root: Root) -> None:
+        """Drop one lease of each block; every open ticket fences them."""
         for ticket in self.active:
-            ticket.records.append((blocks, run))
-        return self._pool.drop(blocks, len(self.active))
+            ticket.records.append((blocks, root))
+        root.idle += self._pool.drop(blocks, len(self.active))

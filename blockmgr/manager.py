@@ -86,9 +86,7 @@ class BlockManager:
         self.promised = 0
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
-        self.leaders: dict[
-            tuple[int, bytes], Sequence
-        ] = {}  # next block a prompt's owner is about to compute
+        self.leaders: dict[tuple[int, bytes], Sequence] = {}  # next block a prompt's owner is about to compute
         self.copying: set[Sequence] = set()  # copies handed out, not acknowledged
         self.shared_tails: set[Sequence] = set()  # may have to copy before they write
         self.eager: set[Sequence] = set()  # no run's writer: their blocks are published at once
@@ -205,11 +203,7 @@ class BlockManager:
         count = len(tokens)
         own = -(-count // size) - matched
         promise = -(-(count + reserve) // size) - matched - own
-        source = (
-            self._partial(seq, tokens, matched, own + promise)
-            if self.partial_reuse and self.caching
-            else None
-        )
+        source = self._partial(seq, tokens, matched, own + promise) if self.partial_reuse and self.caching else None
         self._make_free(own, root)
         new = pool.take(own)
         rest = tokens[matched * size :]
@@ -219,47 +213,46 @@ class BlockManager:
             pool.tokens[new[full], : len(rest) - full * size] = rest[full * size :]
         seq.published, seq.cached = matched, matched * size
         if source is not None:
-            block, run, common = source
-            seq.copies = np.array([[block, new[0], common]], np.int32)
-            seq.sources.append((block, run))
+            path, common = source
+            seq.copies = np.array([[path[-1], new[0], common]], np.int32)
+            seq.sources.append(path)
             self.copying.add(seq)
             self.counters.block_copies += 1
             seq.cached += common
-        seq.row = self.tables.open(
-            np.concatenate((blocks, new)) if matched else new, count, count, seq.cached
-        )
+        seq.row = self.tables.open(np.concatenate((blocks, new)) if matched else new, count, count, seq.cached)
         self.tables.promise[seq.row] = promise
         self.promised += promise
-        self._lead(seq)
-        if self.caching and seq.leading is None:
-            self._claim(seq)
+        self._announce(seq)
 
-    def _partial(self, seq: Sequence, tokens: Blocks, matched: int, need: int) -> tuple[int, Run, int] | None:
-        """A cached block that shares leading tokens with the first private one, guarded for a copy out of it."""
+    def _partial(self, seq: Sequence, tokens: Blocks, matched: int, need: int) -> tuple[Ints, int] | None:
+        """The path to a cached block that shares leading tokens with the first private one, guarded for a copy."""
         size = self.block_size
         start = matched * size
         want = tokens[start : min(start + size, len(tokens) - 1)]
         if matched in seq.media or not len(want):
             return None
-        best = (0, -1, seq.run)
-        for block, run in self.tree.next_blocks(seq.run, seq.at, most=8):
-            differ = self.pool.tokens[block, : len(want)] != want
-            common = int(differ.argmax()) if differ.any() else len(want)
-            best = max(best, (common, block, run), key=lambda item: item[0])
-        common, block, run = best
+        common, block = 0, -1
+        for other in self.tree.next_blocks(seq.run, seq.at, most=8):
+            differ = self.pool.tokens[other, : len(want)] != want
+            common, block = max((common, block), (int(differ.argmax()) if differ.any() else len(want), other))
         spare = self.pool.reclaimable - self.promised - self.tree.protected(seq.root)
         idle = not (self.pool.lease[block] or self.pool.fence[block])
         if common == 0 or spare - int(idle) < need:
             return None
-        seq.root.idle -= self.pool.guard(block)
-        return block, run, common
+        path = np.append(self.tree.path(seq.run, seq.at), block).astype(np.intp)
+        seq.root.idle -= self.pool.guard(path)
+        return path, common
 
     # --- leaders -------------------------------------------------------------------------------------------
 
-    def _next_key(
-        self, run: Run, at: int, tokens: Blocks, index: int, media: Mapping[int, bytes]
-    ) -> tuple[int, bytes]:
+    def _next_key(self, run: Run, at: int, tokens: Blocks, index: int, media: Mapping[int, bytes]) -> tuple[int, bytes]:
         return run.anchor(at), tokens.tobytes() + media.get(index, b"")
+
+    def _announce(self, seq: Sequence) -> None:
+        """Make the sequence's next publication findable: as a leader, as its run's writer, or by being prompt."""
+        self._lead(seq)
+        if self.caching and seq.leading is None:
+            self._claim(seq)
 
     def _lead(self, seq: Sequence) -> None:
         """Announce (or take back) which full block of its prompt this sequence computes next."""
@@ -401,12 +394,14 @@ class BlockManager:
         index = int(self.tables.count[row]) - 1
         pool.tokens[new, :used] = pool.tokens[tail, :used]
         run = seq.run
+        path = self.tables.row(row).astype(np.intp)
         if index < seq.published:
             self._retreat(seq, index)
-        seq.root.idle -= pool.guard(tail)
-        seq.root.idle += self.tickets.drop(np.array([tail], np.intp), run)
+        seq.root.idle -= pool.guard(path)
+        self.tickets.drop(np.array([tail], np.intp), seq.root)
+        self.tree.offer(run)
         self.tables.blocks[row, index] = new
-        seq.sources.append((tail, run))
+        seq.sources.append(path)
         self.copying.add(seq)
         self.counters.block_copies += 1
 
@@ -438,9 +433,7 @@ class BlockManager:
         computed, known = int(tables.computed[row]), int(tables.known[row])
         if isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
             if not 0 <= tokens <= known - computed:
-                raise InvalidCount(
-                    f"{tokens} tokens acknowledged, {seq!r} has {known - computed} left to compute"
-                )
+                raise InvalidCount(f"{tokens} tokens acknowledged, {seq!r} has {known - computed} left to compute")
             tables.computed[row] = computed + tokens
         else:
             ids = as_tokens(tokens)  # type: ignore[arg-type]
@@ -456,9 +449,7 @@ class BlockManager:
             self._copied(seq)
         self._publish(seq)
         if seq.leading is not None:
-            self._lead(seq)
-            if seq.leading is None:
-                self._claim(seq)
+            self._announce(seq)
 
     def _commit_batch(self, batch: Batch, tokens: int | TokenIds) -> None:
         if batch.manager is not self:
@@ -494,9 +485,7 @@ class BlockManager:
         short = (computed + n > batch.lengths).nonzero()[0]
         if len(short):
             seq = batch.sequences[int(short[0])]
-            raise InvalidCount(
-                f"{n} tokens committed, {seq!r} has grown room for {seq.length - seq.computed}"
-            )
+            raise InvalidCount(f"{n} tokens committed, {seq!r} has grown room for {seq.length - seq.computed}")
         columns = [tables.slots_at(rows, computed + offset) for offset in range(n)]
         return np.stack(columns, axis=1).reshape(-1)
 
@@ -504,9 +493,9 @@ class BlockManager:
         """The copies handed out with this sequence's room have been made: release their sources."""
         sources, seq.sources, seq.copies = seq.sources, [], NO_COPIES
         self.copying.discard(seq)
-        for block, run in sources:
-            run.root.idle += self.pool.unfence(np.array([block], np.intp))
-            self.tree.offer(run)
+        for path in sources:
+            seq.root.idle += self.pool.unfence(path)
+        self.tree.offer_unfenced()
 
     def _publish(self, seq: Sequence) -> None:
         """Put the sequence's full, computed blocks into the tree, and merge those that are there already."""
@@ -517,9 +506,7 @@ class BlockManager:
             if full <= start or seq.root.dead or not self.caching:
                 return
             blocks = self.tables.blocks[seq.row, start:full]
-            seq.run, seq.at, duplicates, pending = self.tree.publish(
-                seq, seq.run, seq.at, blocks, start, seq.media
-            )
+            seq.run, seq.at, duplicates, pending = self.tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
             seq.published = full
             for index, theirs in duplicates:
                 self._merge(seq, index, theirs)
@@ -535,7 +522,7 @@ class BlockManager:
         row[:] = theirs
         if index + len(theirs) == self.tables.count[seq.row]:
             self.tables.set_room(seq.row, (index + len(theirs)) * self.block_size)
-        self.tickets.drop(mine, seq.run)
+        self.tickets.drop(mine, seq.root)
         self.counters.merged_blocks += len(theirs)
 
     def _claim(self, seq: Sequence) -> None:
@@ -575,7 +562,7 @@ class BlockManager:
         if seq.published and not seq.root.dead:
             tree.tick += 1
             tree.used(blocks[: seq.published], tree.tick)
-        seq.root.idle += self.tickets.drop(blocks, seq.run)
+        self.tickets.drop(blocks, seq.root)
         self.promised -= int(tables.promise[row])
         tables.close(row)
         seq.row = -1
@@ -600,23 +587,21 @@ class BlockManager:
         """Evict until `count` blocks are free; the caller has counted that they can be."""
         short = count - self.pool.free
         if short > 0 and self.tree.evict(short, user) < short:
-            raise audit.broken(
-                19, f"{self.pool.cached} blocks count as cached but {short} could not be evicted"
-            )
+            raise audit.broken(19, f"{self.pool.cached} blocks count as cached but {short} could not be evicted")
 
     # --- forks, rollback, later input ----------------------------------------------------------------------
 
     def fork(self, seq: Sequence, *, reserve: int = 0, request_id: Hashable = None) -> Sequence | NoSpace:
         """A second sequence with the same computed tokens, sharing every block (parallel sampling, beams).
 
-        Whoever writes into a shared block first gets a copy (Step.copies). Raises InvalidState while the prompt
-        is not computed, InvalidHandle, DuplicateRequest.
+        Whoever writes into a shared block first gets a copy (Step.copies). Raises InvalidState while it has
+        room that is not committed (a step in flight may write into its last block), InvalidHandle, DuplicateRequest.
         """
         self._own(seq)
         tables, size = self.tables, self.block_size
         computed = seq.computed
-        if computed < seq.known:
-            raise InvalidState(f"{seq!r} can't be forked with {seq.known - computed} known tokens to compute")
+        if computed < seq.length:
+            raise InvalidState(f"{seq!r} can't be forked with {seq.length - computed} tokens not committed")
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
         self._publish(seq)
@@ -658,20 +643,19 @@ class BlockManager:
         count, keep = int(tables.count[row]), -(-length // size)
         gone = tables.row(row)[keep:].astype(np.intp)
         run = seq.run
-        if length // size < seq.published:
-            self._retreat(seq, length // size)
+        if keep < seq.published:
+            self._retreat(seq, keep)
         tables.blocks[row, keep:count] = -1
         tables.count[row] = keep
         tables.set_room(row, length)
         tables.computed[row] = min(int(tables.computed[row]), length)
         tables.known[row] = min(int(tables.known[row]), length)
         if len(gone):
-            seq.root.idle += self.tickets.drop(gone, run)
+            self.tickets.drop(gone, seq.root)
             self.tree.offer(run)
         if length % size:
             self.shared_tails.add(seq)
-        if seq.leading is not None:
-            self._lead(seq)
+        self._announce(seq)
 
     def extend(self, seq: Sequence, tokens: TokenIds) -> NoSpace | None:
         """Append known tokens that are still to be computed (a tool's answer, an edited turn); all or nothing.
@@ -684,9 +668,7 @@ class BlockManager:
         tables, row = self.tables, seq.row
         known = int(tables.known[row])
         if known != tables.room(row):
-            raise InvalidState(
-                f"{seq!r} has room for {tables.room(row) - known} tokens that are not committed"
-            )
+            raise InvalidState(f"{seq!r} has room for {tables.room(row) - known} tokens that are not committed")
         step = self.grow(seq, len(ids))
         if step.starved:
             return NoSpace(-(-len(ids) // self.block_size))
@@ -694,7 +676,7 @@ class BlockManager:
             seq.copies = np.concatenate([seq.copies, step.copies])
         self.pool.token_slots[step.slots] = ids
         tables.known[row] = known + len(ids)
-        self._lead(seq)
+        self._announce(seq)
         return None
 
     def _retreat(self, seq: Sequence, published: int) -> None:
@@ -719,9 +701,7 @@ class BlockManager:
         seq.kept = tokens
         self.counters.preempted += 1
 
-    def resume(
-        self, seq: Sequence, more: TokenIds | None = None, *, reserve: int = 0
-    ) -> NoSpace | NeverFits | None:
+    def resume(self, seq: Sequence, more: TokenIds | None = None, *, reserve: int = 0) -> NoSpace | NeverFits | None:
         """Bring a preempted sequence back: match what is still cached, allocate the rest. None means it is live.
 
         more  tokens that were sampled but not computed when it was preempted, appended to the kept ones

@@ -16,9 +16,9 @@ Four states; a block is in exactly one, decided by these fields alone:
     tokens     int32 [N, B]   token ids whose KV the block holds: slot s of KV belongs to token tokens.flat[s]
     stack      int32 [N]      the free list is stack[:free], taken from its end
 
-`cached`, `fenced` count their states, `fences` sums the fence array; leased is what remains of N. Along any path
-of the tree lease + fence never grows with depth, so every cached block can be reached leaf first. There is no
-null block: padding in tables is -1, which names no block.
+`cached`, `fenced` count their states, `fences` sums the fence array; leased is what remains of N. Whoever
+holds (leases or fences) a committed block holds all its ancestors, so below a cached block there are only cached
+ones, and all of them can be evicted leaf first. There is no null block: padding in tables is -1, no block's id.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class Pool:
             unleased = unleased[~fenced]
         return self._settle(unleased)
 
-    def guard(self, block: int) -> int:
-        """Fence a committed or leased block for a copy out of it; returns 1 if it was cached."""
-        idle = int(self.lease[block] == 0 and self.fence[block] == 0)
+    def guard(self, blocks: Ints) -> int:
+        """Fence committed or leased blocks for a copy out of the last one; returns how many of them were cached."""
+        idle = self.idle(blocks)
         self.cached -= idle
         self.fenced += idle
-        self.fence[block] += 1
-        self.fences += 1
+        self.fence[blocks] += 1
+        self.fences += len(blocks)
         return idle
 
     def unfence(self, blocks: Ints) -> int:

@@ -70,9 +70,7 @@ class Sequence:
         self.run: Run = root
         self.at = self.published = self.cached = 0
         self.copies = NO_COPIES
-        self.sources: list[
-            tuple[int, Run]
-        ] = []  # blocks guarded until the copies out of them are acknowledged
+        self.sources: list[Ints] = []  # paths guarded until the copy out of their last block is acknowledged
         self.leading: tuple[int, bytes] | None = None  # its entry among the manager's leaders
         self.batch: Batch | None = None
         self.index = -1  # its position there
@@ -156,9 +154,7 @@ class Batch:
         self._manager = manager
         self._rows: Ints = np.zeros(16, np.intp)
         self.sequences: list[Sequence] = []
-        self.pending: deque[tuple[int, npt.NDArray[np.int64]]] = (
-            deque()
-        )  # (n, slots) grown, not yet committed
+        self.pending: deque[tuple[int, npt.NDArray[np.int64]]] = deque()  # (n, slots) grown, not yet committed
         for seq in sequences:
             self.add(seq)
 

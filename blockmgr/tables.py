@@ -68,9 +68,7 @@ class Tables:
     def set_room(self, row: int, room: int) -> None:
         """Place the cursor behind token `room` - 1, which must lie in the row's last block."""
         count, size = int(self.count[row]), self.block_size
-        self.cursor[row] = (
-            0 if count == 0 else int(self.blocks[row, count - 1]) * size + room - (count - 1) * size
-        )
+        self.cursor[row] = 0 if count == 0 else int(self.blocks[row, count - 1]) * size + room - (count - 1) * size
 
     def append(self, row: int, blocks: npt.NDArray[np.int32], room: int) -> None:
         """Add blocks to the row's end and place the cursor."""
@@ -83,15 +81,13 @@ class Tables:
     def slots(self, row: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of token positions start .. stop - 1."""
         positions = np.arange(start, stop, dtype=np.int64)
-        return (
-            self.blocks[row, positions // self.block_size] * np.int64(self.block_size)
-            + positions % self.block_size
-        )
+        return self.blocks[row, positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size
 
     def slots_at(self, rows: Ints, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot of one token position a row, vectorised over rows."""
-        blocks = self.flat[rows * self.width + positions // self.block_size]
-        return blocks * np.int64(self.block_size) + positions % self.block_size
+        columns = positions // self.block_size
+        blocks: npt.NDArray[np.int64] = self.flat[rows * self.width + columns].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
 
     def widen(self, width: int) -> None:
         """Make sure that rows can hold `width` blocks."""

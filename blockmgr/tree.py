@@ -108,6 +108,7 @@ class Tree:
         self.priority: npt.NDArray[np.int8] | None = None
         self.leaves: SortedList = SortedList()
         self.guaranteed: list[Root] = []
+        self.fenced_runs: list[Run] = []  # would be leaves but for a fence on their tail
         self.listeners: list[Listener] = []
         self.publish_pending: Callable[[Sequence], None] = lambda seq: None
         self.tick = 0
@@ -189,6 +190,8 @@ class Tree:
         end = start + left
         duplicates: list[tuple[int, Blocks]] = []
         displaced: Sequence | None = None
+        if run.writer is seq:
+            run.writer = None
         while pos < end:
             mine = blocks[pos - start :]
             if at < run.length and pos not in media:
@@ -211,7 +214,7 @@ class Tree:
             count = self._stretch(len(mine), pos, media)
             new = mine[:count]
             if at and at == run.length and pos not in media:
-                if run.writer is not seq:
+                if run.writer is not None:
                     displaced, run.writer = run.writer, None
                 self._append(run, new)
             else:
@@ -251,7 +254,10 @@ class Tree:
             return
         tail = int(run.blocks[run.length - 1])
         pool = self.pool
-        if pool.lease[tail] or pool.fence[tail] or tail in self.branches:
+        if pool.lease[tail] or tail in self.branches:
+            return
+        if pool.fence[tail]:
+            self.fenced_runs.append(run)
             return
         key = self._key(tail)
         if run.leaf is not None:
@@ -261,6 +267,12 @@ class Tree:
         self._serial += 1
         run.leaf = (*key, self._serial, run)
         run.root.leaves.add(run.leaf)
+
+    def offer_unfenced(self) -> None:
+        """Fences have fallen: look again at the runs that they kept from the leaves."""
+        runs, self.fenced_runs = self.fenced_runs, []
+        for run in runs:
+            self.offer(run)
 
     def _key(self, block: int) -> tuple[float, float, float]:
         priority = 0.0 if self.priority is None else float(self.priority[block])
@@ -381,13 +393,13 @@ class Tree:
         for anchor in anchors:
             yield from self.branches.get(anchor, {}).values()
 
-    def next_blocks(self, run: Run, at: int, most: int) -> Iterator[tuple[int, Run]]:
-        """Up to `most` blocks without a media key that follow a place, each with its run."""
+    def next_blocks(self, run: Run, at: int, most: int) -> Iterator[int]:
+        """Up to `most` + 1 blocks without a media key that follow a place."""
         if at < run.length:
-            yield int(run.blocks[at]), run
+            yield int(run.blocks[at])
         for child in islice(self.branches.get(run.anchor(at), {}).values(), most):
             if not child.media:
-                yield int(child.blocks[0]), child
+                yield int(child.blocks[0])
 
     def runs(self, root: Root | None = None) -> Iterator[Run]:
         """Every run, parents before children, of one namespace or of all; an explicit stack, no recursion."""
