@@ -20,6 +20,7 @@ from .. import weights
 from ..attention import UnsupportedModel
 from ..figures import Run
 from ..options import BadInput, OneLineErrors
+from ..peers import run_copied_prefix, run_generate_batch
 from ..pool_picture import draw
 from ..prompts import PromptSet, shared_prefix_prompts
 from ..runner import ModelRunner
@@ -42,6 +43,9 @@ def demo(
     model: Annotated[
         str, typer.Option(help="The built-in model, or a folder or hub id of any decoder-only one.")
     ] = weights.BUILT_IN,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also run transformers' other ways: copied prefix, generate_batch.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Chooses the questions.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> int:
@@ -66,9 +70,10 @@ def demo(
         f"{model}, {dtype}, one thread: {requests} requests at once, {shared} shared + {unique} own prompt tokens, "
         f"{new_tokens} new tokens each; pool of {size['num_blocks']} blocks of {block_size} tokens\n"
     )
+    others = _peers(console, language_model, prompts, new_tokens, size) if peers else []
     runs = _three_ways(console, language_model, prompts, new_tokens, token_budget, size)
     differing = _differences(runs)
-    _report(console, runs, language_model, prompts, new_tokens)
+    _report(console, runs, others, prompts, new_tokens)
     for line in differing:
         console.print(line, style="red")
     if not differing:
@@ -109,6 +114,18 @@ def _check_fits(model: Any, prompt: int, new_tokens: int, num_blocks: int, block
             f"prompt of {prompt} tokens and {new_tokens} new ones need {blocks} blocks of {block_size}; "
             f"the pool has {num_blocks}"
         )
+
+
+def _peers(console: Console, model: Any, prompts: PromptSet, new_tokens: int, size: dict[str, int]) -> list[Run]:
+    """transformers' own ways of sharing a prefix; before any ModelRunner switches the model's attention."""
+    run_generate(model, [ids[-32:] for ids in prompts.ids[:2]], 2)
+    runs = []
+    if prompts.shared:
+        with console.status("peer: prefix copied by hand into a DynamicCache"):
+            runs.append(run_copied_prefix(model, prompts.ids, prompts.shared, new_tokens))
+    with console.status("peer: generate_batch"):
+        runs.append(run_generate_batch(model, prompts.ids, new_tokens, **size))
+    return runs
 
 
 def _three_ways(
@@ -163,7 +180,17 @@ def _differences(runs: list[Run]) -> list[str]:
     return lines
 
 
-def _report(console: Console, runs: list[Run], model: Any, prompts: PromptSet, new_tokens: int) -> None:
+def _write_json(file: Path, model: str, identical: bool, runs: list[Run], others: list[Run]) -> None:
+    figures: dict[str, Any] = {"identical": identical, "model": model}
+    figures["runs"] = [run.figures.to_json() for run in runs]
+    if others:
+        figures["peers"] = [run.figures.to_json() for run in others]
+    file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _report(console: Console, runs: list[Run], others: list[Run], prompts: PromptSet, new_tokens: int) -> None:
+    if others:
+        _peer_table(console, others + runs)
     figures = [run.figures for run in runs]
     table = Table("", *(f.name.replace("_", " ") for f in figures))
     for column in table.columns[1:]:
@@ -183,11 +210,22 @@ def _report(console: Console, runs: list[Run], model: Any, prompts: PromptSet, n
     for label, text in rows:
         table.add_row(label, *map(text, figures))
     console.print(table)
-    on, length = figures[-1], prompts.shared + prompts.unique + new_tokens
+    generate, off, on = (run.figures for run in runs)
+    length = prompts.shared + prompts.unique + new_tokens
     console.print(
         f"Contiguous reservation: {len(prompts.ids)} requests of at most {length:,} tokens. "
-        f"The cache made it {figures[0].total_s / on.total_s:.1f} times faster than generate, "
-        f"{figures[1].total_s / on.total_s:.1f} times faster than without it.\n"
+        f"With the cache on it is {generate.total_s / on.total_s:.1f} times faster than generate and "
+        f"{off.total_s / on.total_s:.1f} times faster than with it off.\n"
     )
     console.print("The pool at the cache-on run's peak, one mark a block:")
     console.print(draw(runs[-1].leases))
+
+
+def _peer_table(console: Console, runs: list[Run]) -> None:
+    table = Table("", "total, s", "first token, mean, s", "output tokens/s", "prompt tokens computed")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for f in (run.figures for run in runs):
+        times = (f"{f.total_s:.2f}", f"{f.ttft_mean_s:.2f}", f"{f.output_tokens_per_s:.1f}")
+        table.add_row(f.name.replace("_", " "), *times, f"{f.prompt_tokens_computed:,}")
+    console.print(table)
