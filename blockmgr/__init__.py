@@ -6,6 +6,7 @@ Needs numpy, xxhash and sortedcontainers; never torch.
 """
 
 from .answers import NeverFits, NoSpace, Pending, Step
+from .counters import Counters
 from .errors import (
     BlockManagerError,
     DuplicateRequest,
@@ -17,7 +18,7 @@ from .errors import (
     InvariantViolation,
     LimitExceeded,
 )
-from .manager import BlockManager, Counters
+from .manager import BlockManager
 from .namespace import Namespace
 from .sequence import Batch, Sequence
 

@@ -112,8 +112,8 @@ def _tables(m: BlockManager) -> None:
         if m.caching and not seq.root.dead and m.pool.committed[own[(known // size) - seq.published + 1 :]].any():
             raise broken(8, f"{seq!r} may write into a committed block: {own.tolist()}")
         promised += int(tables.promise[row])
-    if promised != m.promised:
-        raise broken(25, f"sequences were promised {promised} blocks, {m.promised} are set aside")
+    if promised != m.growth.promised:
+        raise broken(25, f"sequences were promised {promised} blocks, {m.growth.promised} are set aside")
 
 
 def _tree(m: BlockManager) -> None:
@@ -175,7 +175,7 @@ def _places(m: BlockManager) -> None:
         path = m.tree.path(seq.run, seq.at)
         if path.tolist() != m.tables.row(seq.row)[: seq.published].tolist():
             raise broken(9, f"{seq!r} stands behind {path.tolist()}, its table starts {m.tables.row(seq.row).tolist()}")
-        if seq.run.writer is not seq and seq not in m.eager and seq.leading is None and m.caching:
+        if seq.run.writer is not seq and seq not in m.publication.eager and seq.leading is None and m.caching:
             raise broken(11, f"{seq!r} neither writes its run's end nor publishes at once")
 
 
@@ -195,10 +195,14 @@ def _leftovers(m: BlockManager) -> None:
     live = {seq.row for seq in m.sequences.values() if seq.row >= 0}
     if len(live) + len(m.tables.unused) != len(m.tables.count):
         raise broken(6, f"{len(live)} sequences and {len(m.tables.unused)} unused rows of {len(m.tables.count)}")
-    for name in ("copying", "shared_tails", "eager"):
-        for seq in getattr(m, name):
+    for name, members in (
+        ("copying", m.growth.copying),
+        ("shared_tails", m.growth.shared_tails),
+        ("eager", m.publication.eager),
+    ):
+        for seq in members:
             if seq.row not in live:
                 raise broken(6, f"{seq!r} is gone and still in {name}")
-    for key, seq in m.leaders.items():
+    for key, seq in m.publication.leaders.items():
         if seq.leading != key or seq.row not in live:
             raise broken(6, f"{seq!r} is announced for a block that it does not compute")

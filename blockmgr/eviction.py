@@ -1,14 +1,14 @@
 """Eviction orders: which unreferenced block goes first. The tree adds the rest: leaves only, tail first.
 
-An order keeps one float64 score a block and is told of two things, each with the manager's tick (a count
+An order keeps a float64 score a block, or none, and is told of three things, each with the manager's tick (a count
 of releases, so "the same request" means "the same tick"):
 
     stored(blocks, tick)   these blocks entered the tree
     used(blocks, tick)     a sequence that held these blocks, leading blocks first, let go of them
     evicted(blocks, tick)  these blocks left the tree because room was needed
 
-The block with the smallest (score, last use) goes first. `tree.last_use` holds the second part, so that
-every order breaks ties by recency and LRU needs no score of its own.
+The block with the smallest (score, last use) goes first; an order without scores is recency alone.
+`tree.last_use` holds the second part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Scores = npt.NDArray[np.float64]
 class Order(Protocol):
     """What the tree needs of an order."""
 
-    scores: Scores
+    @property
+    def scores(self) -> Scores | None: ...
 
     def stored(self, blocks: Ints | Blocks, tick: int) -> None: ...
     def used(self, blocks: Ints | Blocks, tick: int) -> None: ...
@@ -39,7 +40,7 @@ class LRU:
     """Least recently released first: no score, recency alone."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.scores: Scores = np.broadcast_to(np.zeros(1), (num_blocks,))
+        self.scores: Scores | None = None
 
     def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         pass
@@ -51,30 +52,37 @@ class LRU:
         pass
 
 
-class FIFO(LRU):
-    """First stored, first out."""
+class Scored:
+    """An order with scores; what it does not override does nothing."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.scores = np.zeros(num_blocks)
-
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
-        self.scores[blocks] = tick
-
-
-class LFU(LRU):
-    """Least often released first, counted since the block was stored."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.scores = np.zeros(num_blocks)
+        self.scores: Scores = np.zeros(num_blocks)
 
     def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = 0.0
 
     def used(self, blocks: Ints | Blocks, tick: int) -> None:
+        pass
+
+    def evicted(self, blocks: Ints | Blocks, tick: int) -> None:
+        pass
+
+
+class FIFO(Scored):
+    """First stored, first out."""
+
+    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
+        self.scores[blocks] = tick
+
+
+class LFU(Scored):
+    """Least often released first, counted since the block was stored."""
+
+    def used(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] += 1.0
 
 
-class AgedFrequency(LRU):
+class AgedFrequency(Scored):
     """Frequency that halves every `half_life` releases.
 
     The score is log2 of the sum over uses of 2**(tick / half_life): what every count would be if all were
@@ -82,9 +90,6 @@ class AgedFrequency(LRU):
     """
 
     half_life = 1000.0
-
-    def __init__(self, num_blocks: int) -> None:
-        self.scores = np.full(num_blocks, -np.inf)
 
     def stored(self, blocks: Ints | Blocks, tick: int) -> None:
         self.scores[blocks] = -np.inf

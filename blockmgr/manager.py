@@ -8,7 +8,6 @@
 
 Rules that every method here keeps: it succeeds whole or changes nothing; scarcity is a return value and misuse an
 exception; nothing is matchable before it was acknowledged; a token enters the tree's content only by `commit`.
-`promised` blocks are spoken for by reserve=; whoever asks for more than `reclaimable - promised` is refused.
 
 Single-threaded by design: one serving loop owns a manager. No clock, no environment, no global is read.
 """
@@ -16,41 +15,24 @@ Single-threaded by design: one serving loop owns a manager. No clock, no environ
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from . import audit
 from .answers import NeverFits, NoSpace, Pending, Step
+from .counters import Counters
 from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle, InvalidState
 from .eviction import Order, make_order
 from .fences import Ticket, Tickets
+from .growth import Growth
 from .namespace import DEFAULT, Namespace, media_keys
 from .pins import Pin
 from .pool import Blocks, Ints, Pool
-from .sequence import NO_COPIES, Batch, Sequence
+from .publication import Publication
+from .sequence import Batch, Sequence
 from .tables import Tables
 from .tokens import TokenIds, as_tokens
-from .tree import NO_MEDIA, Place, Root, Run, Tree
-
-NO_ROW = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened so far; plain numbers that only grow."""
-
-    admitted: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    resumed: int = 0
-    resumed_tokens: int = 0
-    resumed_hit_tokens: int = 0
-    preempted: int = 0
-    generated_tokens: int = 0
-    block_copies: int = 0
-    merged_blocks: int = 0
+from .tree import NO_BLOCKS, NO_MEDIA, Place, Root, Tree
 
 
 class BlockManager:
@@ -78,18 +60,14 @@ class BlockManager:
             raise InvalidConfig(f"check_every must be an int >= 0, got {check_every!r}")
         self.pool = Pool(num_blocks, block_size)
         self.tree = Tree(self.pool, make_order(order, num_blocks))
-        self.tree.publish_pending = self._publish
         self.tables = Tables(self.pool.block_size)
         self.tickets = Tickets(self.pool, self.tree)
-        self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
         self.counters = Counters()
-        self.promised = 0
+        self.publication = Publication(self.pool, self.tree, self.tables, self.tickets, self.counters)
+        self.growth = Growth(self.pool, self.tree, self.tables, self.tickets, self.publication, self.counters)
+        self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
-        self.leaders: dict[tuple[int, bytes], Sequence] = {}  # next block a prompt's owner is about to compute
-        self.copying: set[Sequence] = set()  # copies handed out, not acknowledged
-        self.shared_tails: set[Sequence] = set()  # may have to copy before they write
-        self.eager: set[Sequence] = set()  # no run's writer: their blocks are published at once
         self.pins: dict[int, Pin] = {}
         self._serial = 0
         self._operations = 0
@@ -133,21 +111,15 @@ class BlockManager:
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        root = self.tree.roots.get(namespace.key)
+        root = self.tree.root(namespace.key)
         place = self._match(root, tokens, keys)
-        refusal = self._refusal(root, place, tokens, keys, reserve, wait)
+        idle = self.pool.idle(place.blocks)
+        refusal = self._refusal(root, place, idle, tokens, keys, reserve, wait)
         if refusal is not None:
             self.counters.refused += 1
             return refusal
-        if root is None:
-            root = self.tree.root(namespace.key)
-        seq = Sequence(self, root, self._serial, keys, request_id)
-        self._serial += 1
-        root.live += 1
-        self.sequences[seq.serial] = seq
-        if request_id is not None:
-            self.requests[request_id] = seq
-        self._enter(seq, place, tokens, reserve)
+        seq = self._new_sequence(root, keys, request_id)
+        self._enter(seq, place, idle, tokens, reserve)
         self.counters.admitted += 1
         self.counters.prompt_tokens += len(tokens)
         self.counters.hit_tokens += seq.cached
@@ -155,128 +127,89 @@ class BlockManager:
             self._maybe_check()
         return seq
 
-    def _match(self, root: Root | None, tokens: Blocks, media: Mapping[int, bytes]) -> Place | None:
+    def _match(self, root: Root, tokens: Blocks, media: Mapping[int, bytes]) -> Place:
         limit = (len(tokens) - 1) // self.block_size
-        if root is None or not limit or not self.caching:
-            return None
+        if not limit or not self.caching:
+            return Place(root, 0, NO_BLOCKS)
         return self.tree.match(root, tokens, limit, media)
 
     def _refusal(
         self,
-        root: Root | None,
-        place: Place | None,
+        root: Root,
+        place: Place,
+        idle: int,
         tokens: Blocks,
         media: Mapping[int, bytes],
         reserve: int,
         wait: bool,
     ) -> NoSpace | NeverFits | Pending | None:
         """Why these tokens can't enter now, or None. Changes nothing."""
-        size, pool = self.block_size, self.pool
+        size, matched = self.block_size, len(place.blocks)
         total = -(-(len(tokens) + reserve) // size)
-        if total > pool.num_blocks:
-            return NeverFits(total, pool.num_blocks)
-        matched = len(place.blocks) if place is not None else 0
-        if wait and root is not None and self.leaders and (matched + 1) * size < len(tokens):
-            run, at = (place.run, place.at) if place is not None else (root, 0)
-            leader = self.leaders.get(
-                self._next_key(run, at, tokens[matched * size : (matched + 1) * size], matched, media)
-            )
+        if total > self.num_blocks:
+            return NeverFits(total, self.num_blocks)
+        leaders = self.publication.leaders
+        if wait and leaders and (matched + 1) * size < len(tokens):
+            head = tokens[matched * size : (matched + 1) * size]
+            leader = leaders.get(self.publication.next_key(place.run, place.at, head, matched, media))
             if leader is not None:
-                return Pending(leader, self._common(leader, tokens, matched))
-        spare = pool.reclaimable - self.promised
-        if place is not None and matched:
-            spare -= pool.idle(place.blocks.astype(np.intp))
-        if self.tree.guaranteed:
-            spare -= self.tree.protected(root)
-        missing = total - matched - spare
+                return Pending(leader, self.publication.promise_of(leader, tokens, matched))
+        missing = total - matched - (self.growth.spare(root) - idle)
         return NoSpace(missing) if missing > 0 else None
 
-    def _enter(self, seq: Sequence, place: Place | None, tokens: Blocks, reserve: int) -> None:
+    def _new_sequence(self, root: Root, media: Mapping[int, bytes], request_id: Hashable) -> Sequence:
+        self.tree.keep(root)
+        root.live += 1
+        seq = Sequence(self, root, self._serial, media, request_id)
+        self._serial += 1
+        self.sequences[seq.serial] = seq
+        if request_id is not None:
+            self.requests[request_id] = seq
+        return seq
+
+    def _enter(self, seq: Sequence, place: Place, idle: int, tokens: Blocks, reserve: int) -> None:
         """Give the sequence its table; `_refusal` has found that there is room."""
         pool, size, root = self.pool, self.block_size, seq.root
-        matched = 0
-        blocks = NO_ROW
-        if place is not None and place.at:
-            seq.run, seq.at, blocks = place.run, place.at, place.blocks
-            matched = len(blocks)
-            root.idle -= pool.hold(blocks.astype(np.intp))
-        count = len(tokens)
+        count, matched = len(tokens), len(place.blocks)
+        seq.run, seq.at = place.run, place.at
+        if matched:
+            pool.hold(place.blocks, idle)
+            root.idle -= idle
         own = -(-count // size) - matched
         promise = -(-(count + reserve) // size) - matched - own
-        source = self._partial(seq, tokens, matched, own + promise) if self.partial_reuse and self.caching else None
-        self._make_free(own, root)
-        new = pool.take(own)
+        source, common = self._partial(seq, tokens, place, own + promise) if self.partial_reuse else (-1, 0)
+        new = self.growth.take(own, root)
         rest = tokens[matched * size :]
         full = len(rest) // size
         pool.tokens[new[:full]] = rest[: full * size].reshape(full, size)
         if full < own:
             pool.tokens[new[full], : len(rest) - full * size] = rest[full * size :]
-        seq.published, seq.cached = matched, matched * size
-        if source is not None:
-            path, common = source
-            seq.copies = np.array([[path[-1], new[0], common]], np.int32)
-            seq.sources.append(path)
-            self.copying.add(seq)
-            self.counters.block_copies += 1
-            seq.cached += common
-        seq.row = self.tables.open(np.concatenate((blocks, new)) if matched else new, count, count, seq.cached)
-        self.tables.promise[seq.row] = promise
-        self.promised += promise
-        self._announce(seq)
+        seq.published, seq.cached = matched, matched * size + common
+        if common:
+            seq.copies = np.array([[source, new[0], common]], np.int32)
+        seq.row = self.tables.open(place.blocks, new, count, seq.cached)
+        if promise:
+            self.tables.promise[seq.row] = promise
+            self.growth.promised += promise
+        if self.caching:
+            self.publication.settle(seq)
 
-    def _partial(self, seq: Sequence, tokens: Blocks, matched: int, need: int) -> tuple[Ints, int] | None:
-        """The path to a cached block that shares leading tokens with the first private one, guarded for a copy."""
-        size = self.block_size
-        start = matched * size
-        want = tokens[start : min(start + size, len(tokens) - 1)]
-        if matched in seq.media or not len(want):
-            return None
+    def _partial(self, seq: Sequence, tokens: Blocks, place: Place, need: int) -> tuple[int, int]:
+        """(block, tokens): a cached block that shares leading tokens with the first private one, guarded for a
+        copy out of it; (-1, 0) if there is none or the room for it is not."""
+        size, matched = self.block_size, len(place.blocks)
+        want = tokens[matched * size : min((matched + 1) * size, len(tokens) - 1)]
         common, block = 0, -1
-        for other in self.tree.next_blocks(seq.run, seq.at, most=8):
-            differ = self.pool.tokens[other, : len(want)] != want
-            common, block = max((common, block), (int(differ.argmax()) if differ.any() else len(want), other))
-        spare = self.pool.reclaimable - self.promised - self.tree.protected(seq.root)
-        idle = not (self.pool.lease[block] or self.pool.fence[block])
-        if common == 0 or spare - int(idle) < need:
-            return None
-        path = np.append(self.tree.path(seq.run, seq.at), block).astype(np.intp)
-        seq.root.idle -= self.pool.guard(path)
-        return path, common
-
-    # --- leaders -------------------------------------------------------------------------------------------
-
-    def _next_key(self, run: Run, at: int, tokens: Blocks, index: int, media: Mapping[int, bytes]) -> tuple[int, bytes]:
-        return run.anchor(at), tokens.tobytes() + media.get(index, b"")
-
-    def _announce(self, seq: Sequence) -> None:
-        """Make the sequence's next publication findable: as a leader, as its run's writer, or by being prompt."""
-        self._lead(seq)
-        if self.caching and seq.leading is None:
-            self._claim(seq)
-
-    def _lead(self, seq: Sequence) -> None:
-        """Announce (or take back) which full block of its prompt this sequence computes next."""
-        if seq.leading is not None:
-            if self.leaders.get(seq.leading) is seq:
-                del self.leaders[seq.leading]
-            seq.leading = None
-        if seq.row < 0 or not self.caching or seq.root.dead:
-            return
-        index = seq.published
-        if (index + 1) * self.block_size <= self.tables.known[seq.row]:
-            block = int(self.tables.blocks[seq.row, index])
-            seq.leading = self._next_key(seq.run, seq.at, self.pool.tokens[block], index, seq.media)
-            self.leaders.setdefault(seq.leading, seq)
-
-    def _common(self, leader: Sequence, tokens: Blocks, matched: int) -> int:
-        """Leading tokens beyond the match that the leader is computing for this prompt, in whole blocks."""
-        size = self.block_size
-        most = min(int(self.tables.known[leader.row]), len(tokens) - 1) // size - matched
-        blocks = self.tables.row(leader.row)[matched : matched + most]
-        differ = self.pool.tokens[blocks].reshape(-1) != tokens[matched * size : (matched + most) * size]
-        whole = int(differ.argmax()) // size if differ.any() else most
-        keys = {i: k for i, k in leader.media.items() if matched < i < matched + whole}
-        return min([whole, *(i - matched for i in keys)]) * size
+        if matched not in seq.media and len(want):
+            for other in self.tree.next_blocks(place.run, place.at, most=8):
+                differ = self.pool.tokens[other, : len(want)] != want
+                same = int(differ.argmax()) if differ.any() else len(want)
+                common, block = max((common, block), (same, other))
+        path = np.append(place.blocks, block)
+        if not common or self.growth.spare(seq.root) - self.pool.idle(path[-1:]) < need:
+            return -1, 0
+        self.growth.guard(seq, path)
+        return block, common
 
     # --- growth --------------------------------------------------------------------------------------------
 
@@ -297,113 +230,18 @@ class BlockManager:
             self._own(target)
             if target.batch is not None:
                 target.batch.pending.clear()
-            slots, copies = self._grow_one(target, n)
-            if slots is None:
-                return Step(np.full(n, -1, np.int64), NO_COPIES, (target,))
-            return Step(slots, np.array(copies, np.int32).reshape(-1, 3), ())
-        if target.manager is not self:
-            raise InvalidHandle(f"{target!r} belongs to another manager")
-        step = None
-        if n == 1 and not self.shared_tails:
-            step = self._grow_batch(target)
-        if step is None:
-            step = self._grow_each(target, n)
-        if not step.starved:
-            target.pending.append((n, step.slots))
+            step = self.growth.grow_one(target, n)
         else:
-            target.pending.clear()
+            if target.manager is not self:
+                raise InvalidHandle(f"{target!r} belongs to another manager")
+            step = (self.growth.grow_batch(target) if n == 1 else None) or self.growth.grow_each(target, n)
+            if step.starved:
+                target.pending.clear()
+            else:
+                target.pending.append((n, step.slots))
         if self.check_every:
             self._maybe_check()
         return step
-
-    def _grow_batch(self, batch: Batch) -> Step | None:
-        """One token each, vectorised; None where somebody would starve or a guarantee has to be weighed."""
-        tables, pool, size = self.tables, self.pool, self.pool.block_size
-        rows = batch.rows
-        slots = tables.cursor[rows]
-        crossing = (slots % size == 0).nonzero()[0]
-        count = len(crossing)
-        if count:
-            grown = rows[crossing]
-            if self.promised:
-                promise = tables.promise[grown]
-                covered = int(np.count_nonzero(promise))
-                if count - covered > pool.reclaimable - self.promised:
-                    return None
-            if count > pool.free:
-                if count > pool.reclaimable or self.tree.guaranteed:
-                    return None
-                self._make_free(count, None)
-            if self.promised:
-                tables.promise[grown] = np.maximum(promise - 1, 0)
-                self.promised -= covered
-            blocks = pool.take(count)
-            column = tables.count[grown]
-            if column.max() >= tables.width:
-                tables.widen(tables.width + 1)
-            tables.flat[grown * tables.width + column] = blocks
-            tables.count[grown] = column + 1
-            slots[crossing] = blocks * np.int64(size)
-        tables.cursor[rows] = slots + 1
-        return Step(slots, NO_COPIES, ())
-
-    def _grow_each(self, batch: Batch, n: int) -> Step:
-        """Any n, copies and starvation: one sequence after the other, oldest first."""
-        slots = np.full((len(batch), n), -1, np.int64)
-        copies: list[tuple[int, int, int]] = []
-        starved: list[Sequence] = []
-        for seq in sorted(batch.sequences, key=lambda seq: seq.serial):
-            got, made = self._grow_one(seq, n)
-            if got is None:
-                starved.append(seq)
-            else:
-                slots[seq.index] = got
-                copies += made
-        return Step(slots.reshape(-1), np.array(copies, np.int32).reshape(-1, 3), tuple(starved))
-
-    def _grow_one(
-        self, seq: Sequence, n: int
-    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]] | None, list[tuple[int, int, int]]]:
-        tables, pool, size, row = self.tables, self.pool, self.block_size, seq.row
-        room, count = tables.room(row), int(tables.count[row])
-        used = room % size
-        tail = int(tables.blocks[row, count - 1]) if used else -1
-        copy = bool(used) and (pool.lease[tail] > 1 or bool(pool.committed[tail]))
-        need = -(-(room + n) // size) - count + int(copy)
-        promise = int(tables.promise[row])
-        spare = pool.reclaimable - self.promised + min(promise, need) - self.tree.protected(seq.root)
-        if need > spare:
-            return None, []
-        self._make_free(need, seq.root)
-        new = pool.take(need)
-        kept = min(promise, need)
-        tables.promise[row] = promise - kept
-        self.promised -= kept
-        copies = []
-        if copy:
-            copies.append((tail, int(new[0]), used))
-            self._replace_tail(seq, tail, int(new[0]), used)
-            new = new[1:]
-        self.shared_tails.discard(seq)
-        tables.append(row, new, room + n)
-        return tables.slots(row, room, room + n), copies
-
-    def _replace_tail(self, seq: Sequence, tail: int, new: int, used: int) -> None:
-        """Copy on write: the first `used` tokens move to a private block; the old one is guarded until then."""
-        pool, row = self.pool, seq.row
-        index = int(self.tables.count[row]) - 1
-        pool.tokens[new, :used] = pool.tokens[tail, :used]
-        run = seq.run
-        path = self.tables.row(row).astype(np.intp)
-        if index < seq.published:
-            self._retreat(seq, index)
-        seq.root.idle -= pool.guard(path)
-        self.tickets.drop(np.array([tail], np.intp), seq.root)
-        self.tree.offer(run)
-        self.tables.blocks[row, index] = new
-        seq.sources.append(path)
-        self.copying.add(seq)
-        self.counters.block_copies += 1
 
     # --- commit --------------------------------------------------------------------------------------------
 
@@ -446,10 +284,11 @@ class BlockManager:
             tables.computed[row] = tables.known[row] = computed + len(ids)
             self.counters.generated_tokens += len(ids)
         if seq.sources:
-            self._copied(seq)
-        self._publish(seq)
-        if seq.leading is not None:
-            self._announce(seq)
+            self.growth.copied(seq)
+        if self.caching:
+            self.publication.publish(seq)
+            if seq.leading is not None:
+                self.publication.settle(seq)
 
     def _commit_batch(self, batch: Batch, tokens: int | TokenIds) -> None:
         if batch.manager is not self:
@@ -470,14 +309,20 @@ class BlockManager:
         computed += n
         tables.computed[rows] = tables.known[rows] = computed
         self.counters.generated_tokens += len(ids)
-        for seq in self.copying.intersection(batch.sequences) if self.copying else ():
-            self._copied(seq)
+        if self.growth.copying:
+            for seq in self.growth.copying.intersection(batch.sequences):
+                self.growth.copied(seq)
+        if self.caching:
+            self._publish_batch(batch, computed, n)
+
+    def _publish_batch(self, batch: Batch, computed: Ints, n: int) -> None:
+        """Publish what must not wait: everything if somebody listens, else only for those that write no run's end."""
         if self.tree.listeners:
             for index in ((computed // self.block_size) > ((computed - n) // self.block_size)).nonzero()[0]:
-                self._publish(batch.sequences[index])
-        elif self.eager:
-            for seq in self.eager.intersection(batch.sequences):
-                self._publish(seq)
+                self.publication.publish(batch.sequences[index])
+        elif self.publication.eager:
+            for seq in self.publication.eager.intersection(batch.sequences):
+                self.publication.publish(seq)
 
     def _slots_to_commit(self, batch: Batch, computed: Ints, n: int) -> Ints:
         """Where the next n tokens of each member lie; the membership changed since they were grown."""
@@ -488,51 +333,6 @@ class BlockManager:
             raise InvalidCount(f"{n} tokens committed, {seq!r} has grown room for {seq.length - seq.computed}")
         columns = [tables.slots_at(rows, computed + offset) for offset in range(n)]
         return np.stack(columns, axis=1).reshape(-1)
-
-    def _copied(self, seq: Sequence) -> None:
-        """The copies handed out with this sequence's room have been made: release their sources."""
-        sources, seq.sources, seq.copies = seq.sources, [], NO_COPIES
-        self.copying.discard(seq)
-        for path in sources:
-            seq.root.idle += self.pool.unfence(path)
-        self.tree.offer_unfenced()
-
-    def _publish(self, seq: Sequence) -> None:
-        """Put the sequence's full, computed blocks into the tree, and merge those that are there already."""
-        pending: Sequence | None = seq
-        while pending is not None:
-            seq, pending = pending, None
-            start, full = seq.published, int(self.tables.computed[seq.row]) // self.block_size
-            if full <= start or seq.root.dead or not self.caching:
-                return
-            blocks = self.tables.blocks[seq.row, start:full]
-            seq.run, seq.at, duplicates, pending = self.tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
-            seq.published = full
-            for index, theirs in duplicates:
-                self._merge(seq, index, theirs)
-            self._claim(seq)
-            if pending is not None:
-                self.eager.add(pending)
-
-    def _merge(self, seq: Sequence, index: int, theirs: Blocks) -> None:
-        """The tree has these blocks already: the table takes the tree's, and the private copies are let go."""
-        row = self.tables.row(seq.row)[index : index + len(theirs)]
-        mine = row.astype(np.intp)
-        seq.root.idle -= self.pool.hold(theirs.astype(np.intp))
-        row[:] = theirs
-        if index + len(theirs) == self.tables.count[seq.row]:
-            self.tables.set_room(seq.row, (index + len(theirs)) * self.block_size)
-        self.tickets.drop(mine, seq.root)
-        self.counters.merged_blocks += len(theirs)
-
-    def _claim(self, seq: Sequence) -> None:
-        """Become the writer of the run's end, or else publish eagerly from now on."""
-        run = seq.run
-        if seq.at and seq.at == run.length and run.writer in (None, seq):
-            run.writer = seq
-            self.eager.discard(seq)
-        else:
-            self.eager.add(seq)
 
     # --- release -------------------------------------------------------------------------------------------
 
@@ -556,38 +356,29 @@ class BlockManager:
 
     def _leave(self, seq: Sequence) -> None:
         """Take the table away: publish, record the use, drop every lease, leave no trace of the row."""
-        self._publish(seq)
+        if self.caching:
+            self.publication.publish(seq)
         tree, tables, row = self.tree, self.tables, seq.row
         blocks = tables.row(row).astype(np.intp)
         if seq.published and not seq.root.dead:
             tree.tick += 1
             tree.used(blocks[: seq.published], tree.tick)
         self.tickets.drop(blocks, seq.root)
-        self.promised -= int(tables.promise[row])
+        self.growth.promised -= int(tables.promise[row])
         tables.close(row)
         seq.row = -1
-        if seq.leading is not None:
-            self._lead(seq)
+        self.publication.leave(seq)
+        self.growth.shared_tails.discard(seq)
         if seq.batch is not None:
             seq.batch.remove(seq)
         if seq.sources:
-            self._copied(seq)
-        self.eager.discard(seq)
-        self.shared_tails.discard(seq)
-        if seq.run.writer is seq:
-            seq.run.writer = None
+            self.growth.copied(seq)
         tree.offer(seq.run)
         seq.run, seq.at, seq.published = seq.root, 0, 0
 
     def _own(self, seq: Sequence) -> None:
         if seq.manager is not self or seq.row < 0:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this manager")
-
-    def _make_free(self, count: int, user: Root | None) -> None:
-        """Evict until `count` blocks are free; the caller has counted that they can be."""
-        short = count - self.pool.free
-        if short > 0 and self.tree.evict(short, user) < short:
-            raise audit.broken(19, f"{self.pool.cached} blocks count as cached but {short} could not be evicted")
 
     # --- forks, rollback, later input ----------------------------------------------------------------------
 
@@ -604,27 +395,24 @@ class BlockManager:
             raise InvalidState(f"{seq!r} can't be forked with {seq.length - computed} tokens not committed")
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
-        self._publish(seq)
+        if self.caching:
+            self.publication.publish(seq)
         count = -(-computed // size)
         promise = -(-(computed + reserve) // size) - count + int(reserve > 0 and computed % size > 0)
-        spare = self.pool.reclaimable - self.promised - self.tree.protected(seq.root)
+        spare = self.growth.spare(seq.root)
         if promise > spare:
             return NoSpace(promise - spare)
-        child = Sequence(self, seq.root, self._serial, seq.media, request_id)
-        self._serial += 1
-        self.sequences[child.serial] = child
-        if request_id is not None:
-            self.requests[request_id] = child
-        seq.root.live += 1
-        blocks = tables.row(seq.row)[:count].copy()
-        self.pool.hold(blocks.astype(np.intp))
-        child.row = tables.open(blocks, computed, computed, computed)
+        child = self._new_sequence(seq.root, seq.media, request_id)
+        blocks = tables.row(seq.row)[:count].astype(np.intp)
+        self.pool.hold(blocks, 0)
+        child.row = tables.open(blocks, NO_BLOCKS, computed, computed)
         tables.promise[child.row] = promise
-        self.promised += promise
+        self.growth.promised += promise
         child.run, child.at, child.published, child.cached = seq.run, seq.at, seq.published, computed
-        self._claim(child)
+        if self.caching:
+            self.publication.settle(child)
         if computed % size:
-            self.shared_tails.update((seq, child))
+            self.growth.shared_tails.update((seq, child))
         return child
 
     def trim(self, seq: Sequence, length: int) -> None:
@@ -639,12 +427,13 @@ class BlockManager:
             raise InvalidCount(f"can't trim {seq!r} to {length} tokens")
         if seq.batch is not None:
             seq.batch.pending.clear()
-        self._publish(seq)
+        if self.caching:
+            self.publication.publish(seq)
         count, keep = int(tables.count[row]), -(-length // size)
         gone = tables.row(row)[keep:].astype(np.intp)
         run = seq.run
         if keep < seq.published:
-            self._retreat(seq, keep)
+            self.publication.retreat(seq, keep)
         tables.blocks[row, keep:count] = -1
         tables.count[row] = keep
         tables.set_room(row, length)
@@ -654,8 +443,9 @@ class BlockManager:
             self.tickets.drop(gone, seq.root)
             self.tree.offer(run)
         if length % size:
-            self.shared_tails.add(seq)
-        self._announce(seq)
+            self.growth.shared_tails.add(seq)
+        if self.caching:
+            self.publication.settle(seq)
 
     def extend(self, seq: Sequence, tokens: TokenIds) -> NoSpace | None:
         """Append known tokens that are still to be computed (a tool's answer, an edited turn); all or nothing.
@@ -676,19 +466,9 @@ class BlockManager:
             seq.copies = np.concatenate([seq.copies, step.copies])
         self.pool.token_slots[step.slots] = ids
         tables.known[row] = known + len(ids)
-        self._announce(seq)
+        if self.caching:
+            self.publication.settle(seq)
         return None
-
-    def _retreat(self, seq: Sequence, published: int) -> None:
-        """Step back in the tree to the place behind the first `published` blocks."""
-        if seq.run.writer is seq:
-            seq.run.writer = None
-        seq.at -= seq.published - published
-        seq.published = published
-        while seq.at <= 0 and seq.run.parent is not None:
-            seq.at += seq.run.at
-            seq.run = seq.run.parent
-        self.eager.add(seq)
 
     # --- preemption ----------------------------------------------------------------------------------------
 
@@ -710,21 +490,20 @@ class BlockManager:
         if seq.manager is not self or seq.kept is None:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
-        root = seq.root
-        if root.dead:
-            root = self.tree.root(root.key)
+        root = self.tree.root(seq.root.key) if seq.root.dead else seq.root
         place = self._match(root, tokens, seq.media)
-        refusal = self._refusal(root, place, tokens, seq.media, reserve, wait=False)
+        idle = self.pool.idle(place.blocks)
+        refusal = self._refusal(root, place, idle, tokens, seq.media, reserve, wait=False)
         if refusal is not None:
             assert not isinstance(refusal, Pending)
-            self.tree.forget_if_empty(root)
             return refusal
         if root is not seq.root:
-            seq.root.live -= 1
+            self.tree.keep(root)
             root.live += 1
-            seq.root = seq.run = root
+            seq.root.live -= 1
+            seq.root = root
         seq.kept = None
-        self._enter(seq, place, tokens, reserve)
+        self._enter(seq, place, idle, tokens, reserve)
         self.counters.resumed += 1
         self.counters.resumed_tokens += len(tokens)
         self.counters.resumed_hit_tokens += seq.cached
@@ -738,14 +517,13 @@ class BlockManager:
         """Leading tokens of the prompt that admission would reuse in whole blocks. No side effects."""
         tokens = as_tokens(prompt)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        place = self._match(self.tree.roots.get(namespace.key), tokens, keys)
-        return len(place.blocks) * self.block_size if place is not None else 0
+        return len(self._match(self.tree.root(namespace.key), tokens, keys).blocks) * self.block_size
 
     def flush(self) -> None:
         """Publish everything that is full and computed; matching does so by itself where it matters."""
-        for seq in list(self.sequences.values()):
-            if seq.row >= 0:
-                self._publish(seq)
+        for seq in self.sequences.values():
+            if seq.row >= 0 and self.caching:
+                self.publication.publish(seq)
 
     def invalidate(self, namespace: Namespace | None = None) -> None:
         """Forget a namespace, or everything: nothing stored before is ever matched again (new weights, say).
@@ -757,11 +535,10 @@ class BlockManager:
         for key in keys:
             root = self.tree.roots.get(key)
             if root is not None:
-                for seq in self.sequences.values():
-                    if seq.root is root and seq.leading is not None:
-                        self.leaders.pop(seq.leading, None)
-                        seq.leading = None
                 self.tree.drop_root(root)
+                for seq in self.sequences.values():
+                    if seq.root is root and seq.row >= 0:
+                        self.publication.leave(seq)
 
     def open_ticket(self) -> Ticket:
         """A fence: blocks let go from now on are not handed out before the ticket is closed. See fences.py."""

@@ -80,14 +80,12 @@ class Pool:
             counts += self.fence[blocks]
         return len(counts) - int(np.count_nonzero(counts))
 
-    def hold(self, blocks: Ints) -> int:
-        """Add a lease to blocks that are committed or leased; returns how many of them were cached."""
-        idle = self.idle(blocks)
+    def hold(self, blocks: Ints, idle: int) -> None:
+        """Add a lease to blocks that are committed or leased, `idle(blocks)` of which are cached."""
         if self.fenced:
             self.fenced -= int(np.count_nonzero((self.lease[blocks] == 0) & (self.fence[blocks] > 0)))
         self.cached -= idle
         self.lease[blocks] += 1
-        return idle
 
     def drop(self, blocks: Ints, tickets: int) -> int:
         """Remove one lease from each block; returns how many of them became cached.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .pool import Ints
+from .pool import Blocks, Ints
 
 
 class Tables:
@@ -35,20 +35,22 @@ class Tables:
         self.computed = np.zeros(rows, np.int64)
         self.known = np.zeros(rows, np.int64)
         self.promise = np.zeros(rows, np.int64)
+        self._longest = 0  # no table is longer
         self.unused = list(range(rows - 1, -1, -1))
 
-    def open(self, blocks: npt.NDArray[np.int32], room: int, known: int, computed: int) -> int:
-        """A row for these blocks, `room` tokens of which have slots."""
+    def open(self, shared: Ints, own: Ints | Blocks, known: int, computed: int) -> int:
+        """A row that names `shared` and then `own` blocks; its `known` tokens have slots."""
         if not self.unused:
             self._resize(2 * len(self.count), self.width)
         row = self.unused.pop()
-        count = len(blocks)
+        matched, count = len(shared), len(shared) + len(own)
         self.widen(count)
-        self.blocks[row, :count] = blocks
+        self.blocks[row, :matched] = shared
+        self.blocks[row, matched:count] = own
         self.count[row] = count
         self.known[row] = known
         self.computed[row] = computed
-        self.set_room(row, room)
+        self.set_room(row, known)
         return row
 
     def close(self, row: int) -> None:
@@ -80,8 +82,9 @@ class Tables:
 
     def slots(self, row: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slots of token positions start .. stop - 1."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        return self.blocks[row, positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size
+        positions: npt.NDArray[np.int64] = np.arange(start, stop, dtype=np.int64)
+        blocks: npt.NDArray[np.int64] = self.blocks[row, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
 
     def slots_at(self, rows: Ints, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot of one token position a row, vectorised over rows."""
@@ -91,8 +94,16 @@ class Tables:
 
     def widen(self, width: int) -> None:
         """Make sure that rows can hold `width` blocks."""
+        self._longest = max(self._longest, width)
         if width > self.width:
             self._resize(len(self.count), max(width, 2 * self.width))
+
+    def widen_by_one(self) -> None:
+        """Make sure that every row can take one more block, without looking at them each time."""
+        self._longest += 1
+        if self._longest > self.width:
+            self.widen(int(self.count.max()) + 1)
+            self._longest = int(self.count.max()) + 1
 
     def _resize(self, rows: int, width: int) -> None:
         old = len(self.count)

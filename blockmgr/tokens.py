@@ -40,8 +40,8 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
         raise InvalidTokens("token ids must not be empty")
     if got.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids must be integers, got dtype {got.dtype}")
-    low = got.min()
-    if low < 0 or (got.dtype != np.int32 and got.max() > MAX_TOKEN):
+    low = np.minimum.reduce(got)
+    if low < 0 or (got.dtype != np.int32 and np.maximum.reduce(got) > MAX_TOKEN):
         at = int(got.argmin() if low < 0 else got.argmax())
         raise InvalidTokens(f"token id {got[at]} at position {at} is outside 0 .. {MAX_TOKEN}")
     return np.ascontiguousarray(got, dtype=np.int32)

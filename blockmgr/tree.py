@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 Leaf = tuple[float, float, float, int, "Run"]  # (priority, score, last use, serial, run)
+NO_BLOCKS: Ints = np.empty(0, np.intp)
 NO_MEDIA: Mapping[int, bytes] = {}
 
 
@@ -82,11 +83,11 @@ class Root(Run):
 
 
 class Place(NamedTuple):
-    """Where a match ended: behind the first `at` blocks of `run`, `blocks` being the whole path from the root."""
+    """Where a match ended: behind the first `at` blocks of `run`; `blocks` is the whole path from the root."""
 
     run: Run
     at: int
-    blocks: Blocks
+    blocks: Ints
 
 
 class Listener(Protocol):
@@ -119,12 +120,14 @@ class Tree:
     # --- finding -------------------------------------------------------------------------------------------
 
     def root(self, key: bytes) -> Root:
-        """The root of a namespace, made if it has none."""
-        root = self.roots.get(key)
-        if root is None:
-            root = self.roots[key] = Root(key, self._next_root, self.leaves)
+        """The root of a namespace; a new one is not registered before `keep` is called."""
+        return self.roots.get(key) or Root(key, self._next_root, self.leaves)
+
+    def keep(self, root: Root) -> None:
+        """Register a root that `root` made, because something is about to stand in its namespace."""
+        if root.number == self._next_root:
+            self.roots[root.key] = root
             self._next_root -= 1
-        return root
 
     def forget_if_empty(self, root: Root) -> None:
         """Drop a root that holds nothing, so that one-off namespaces cost nothing after their last block."""
@@ -162,8 +165,8 @@ class Tree:
         if at > begin:
             parts.append(run.blocks[begin:at])
         if len(parts) == 1:
-            return Place(run, at, parts[0])
-        return Place(run, at, np.concatenate(parts) if parts else np.empty(0, np.int32))
+            return Place(run, at, parts[0].astype(np.intp))
+        return Place(run, at, np.concatenate(parts, dtype=np.intp) if parts else NO_BLOCKS)
 
     def _equal(self, blocks: Blocks, tokens: Blocks) -> int:
         """How many leading blocks hold exactly these tokens."""
@@ -276,7 +279,8 @@ class Tree:
 
     def _key(self, block: int) -> tuple[float, float, float]:
         priority = 0.0 if self.priority is None else float(self.priority[block])
-        return priority, float(self.order.scores[block]), float(self.last_use[block])
+        score = 0.0 if self.order.scores is None else float(self.order.scores[block])
+        return priority, score, float(self.last_use[block])
 
     def protected(self, user: Root | None) -> int:
         """Cached blocks that guarantees of other namespaces keep from `user`."""
@@ -293,17 +297,19 @@ class Tree:
             leaves, most = self._next_leaves(user)
             if leaves is None:
                 break
-            run: Run = leaves.pop(0)[-1]
-            leaf, run.leaf = run.leaf, None
-            assert leaf is not None
+            leaf: Leaf = leaves[0]
+            run = leaf[-1]
             taken = self._idle_tail(run, min(count - freed, most), leaf)
+            if taken == 0 or taken == run.length:
+                del leaves[0]
+                run.leaf = None
             if taken:
                 freed += taken
-                self.evictions += taken
                 self.order.evicted(run.blocks[run.length - taken : run.length], self.tick)
                 self.cut(run, taken)
             else:
                 self.offer(run)
+        self.evictions += freed
         return freed
 
     def _next_leaves(self, user: Root | None) -> tuple[SortedList | None, int]:
@@ -319,16 +325,19 @@ class Tree:
         """How many blocks, from the tail, are reclaimable and tie with the leaf's key; at most `most`."""
         pool = self.pool
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
-        good = (pool.lease[blocks] == 0) & (pool.fence[blocks] == 0) & (self.last_use[blocks] == leaf[2])
-        good &= self.order.scores[blocks] == leaf[1]
+        stop = self.last_use[blocks] != leaf[2]
+        stop |= pool.lease[blocks] > 0
+        if pool.fences:
+            stop |= pool.fence[blocks] > 0
+        if self.order.scores is not None:
+            stop |= self.order.scores[blocks] != leaf[1]
         if self.priority is not None:
-            good &= self.priority[blocks] == leaf[0]
-        count = len(blocks) if good.all() else int(good.argmin())
-        branches = self.branches
-        for index, block in enumerate(blocks[:count].tolist()):
-            if block in branches:
-                return index
-        return count
+            stop |= self.priority[blocks] != leaf[0]
+        first = int(stop.argmax())
+        candidates = blocks[: first if stop[first] else len(blocks)].tolist()
+        if self.branches.keys().isdisjoint(candidates):
+            return len(candidates)
+        return next(index for index, block in enumerate(candidates) if block in self.branches)
 
     def cut(self, run: Run, count: int) -> None:
         """Remove `count` reclaimable blocks from the run's tail and free them."""

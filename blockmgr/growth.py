@@ -1,0 +1,145 @@
+"""Growth: room for the tokens of the next step, for a whole batch at once.
+
+A sequence may write into its last block only if that block is its own: leased once and not committed. Where it
+is shared (after a fork) or committed (after a rollback into it), growth hands out a private block and a copy to
+make first; the old block, with the path to it, is fenced until the sequence's next commit says the copy is done.
+
+`promised` blocks were assured to sequences by reserve= and not taken yet. They stay reclaimable, but nobody else
+may be given them: whoever asks for more than `reclaimable - promised` gets nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .answers import Step
+from .audit import broken
+from .counters import Counters
+from .fences import Tickets
+from .pool import Pool
+from .publication import Publication
+from .sequence import NO_COPIES, Batch, Sequence
+from .tables import Tables
+from .tree import Root, Tree
+
+Slots = npt.NDArray[np.int64]
+Copy = tuple[int, int, int]  # source block, destination block, tokens
+
+
+class Growth:
+    """Hands out blocks to live sequences, evicting cached ones where the free list runs short."""
+
+    def __init__(
+        self, pool: Pool, tree: Tree, tables: Tables, tickets: Tickets, publication: Publication, counters: Counters
+    ) -> None:
+        self._pool, self._tree, self._tables, self._tickets = pool, tree, tables, tickets
+        self._publication, self._counters = publication, counters
+        self.promised = 0
+        self.copying: set[Sequence] = set()  # copies handed out, not acknowledged
+        self.shared_tails: set[Sequence] = set()  # may have to copy before they write
+
+    def spare(self, user: Root) -> int:
+        """Blocks that a sequence of this namespace can be given beyond what it was promised."""
+        return self._pool.reclaimable - self.promised - (self._tree.protected(user) if self._tree.guaranteed else 0)
+
+    def take(self, count: int, user: Root | None) -> npt.NDArray[np.int32]:
+        """Lease `count` blocks, evicting as many as are not free; the caller has counted that they are there."""
+        short = count - self._pool.free
+        if short > 0 and self._tree.evict(short, user) < short:
+            raise broken(19, f"{self._pool.cached} blocks count as cached and {short} could not be evicted")
+        return self._pool.take(count)
+
+    def grow_batch(self, batch: Batch) -> Step | None:
+        """One token each, vectorised; None where somebody would starve, copy, or meet a guarantee."""
+        tables, pool, size = self._tables, self._pool, self._pool.block_size
+        if self.shared_tails:
+            return None
+        rows = batch.rows
+        slots = tables.cursor[rows]
+        crossing = (slots % size == 0).nonzero()[0]
+        count = len(crossing)
+        if count:
+            if count > pool.free and (count > pool.reclaimable or self._tree.guaranteed):
+                return None
+            grown = rows[crossing]
+            if self.promised:
+                promise = tables.promise[grown]
+                covered = int(np.count_nonzero(promise))
+                if count - covered > pool.reclaimable - self.promised:
+                    return None
+                tables.promise[grown] = np.maximum(promise - 1, 0)
+                self.promised -= covered
+            blocks = self.take(count, None)
+            tables.widen_by_one()
+            column = tables.count[grown]
+            tables.flat[grown * tables.width + column] = blocks
+            tables.count[grown] = column + 1
+            slots[crossing] = blocks * np.int64(size)
+        tables.cursor[rows] = slots + 1
+        return Step(slots, NO_COPIES, ())
+
+    def grow_each(self, batch: Batch, n: int) -> Step:
+        """Any n, copies and starvation: one sequence after the other, oldest first."""
+        slots = np.full((len(batch), n), -1, np.int64)
+        copies: list[Copy] = []
+        starved: list[Sequence] = []
+        for seq in sorted(batch.sequences, key=lambda seq: seq.serial):
+            step = self.grow_one(seq, n)
+            if step.starved:
+                starved.append(seq)
+            else:
+                slots[seq.index] = step.slots
+                copies += step.copies.tolist()
+        return Step(slots.reshape(-1), np.array(copies, np.int32).reshape(-1, 3), tuple(starved))
+
+    def grow_one(self, seq: Sequence, n: int) -> Step:
+        """Room for n more tokens of one sequence, or nothing."""
+        tables, pool, size, row = self._tables, self._pool, self._pool.block_size, seq.row
+        room, count = tables.room(row), int(tables.count[row])
+        used = room % size
+        tail = int(tables.blocks[row, count - 1]) if used else -1
+        copy = used > 0 and (pool.lease[tail] > 1 or pool.committed[tail])
+        need = -(-(room + n) // size) - count + int(copy)
+        covered = min(int(tables.promise[row]), need)
+        if need - covered > self.spare(seq.root):
+            return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
+        new = self.take(need, seq.root)
+        tables.promise[row] -= covered
+        self.promised -= covered
+        copies = NO_COPIES
+        if copy:
+            copies = np.array([[tail, new[0], used]], np.int32)
+            self._replace_tail(seq, tail, int(new[0]), used)
+            new = new[1:]
+        self.shared_tails.discard(seq)
+        tables.append(row, new, room + n)
+        return Step(tables.slots(row, room, room + n), copies, ())
+
+    def _replace_tail(self, seq: Sequence, tail: int, new: int, used: int) -> None:
+        """Copy on write: the first `used` tokens move to the private block `new`."""
+        pool = self._pool
+        path = self._tables.row(seq.row).astype(np.intp)
+        index, run = len(path) - 1, seq.run
+        pool.tokens[new, :used] = pool.tokens[tail, :used]
+        if index < seq.published:
+            self._publication.retreat(seq, index)
+        self.guard(seq, path)
+        self._tickets.drop(path[index:], seq.root)
+        self._tree.offer(run)
+        self._tables.blocks[seq.row, index] = new
+
+    def guard(self, seq: Sequence, path: npt.NDArray[np.intp]) -> None:
+        """A copy out of the last block of this path was handed out: fence it until the sequence's next commit."""
+        seq.root.idle -= self._pool.guard(path)
+        seq.sources.append(path)
+        self.copying.add(seq)
+        self._counters.block_copies += 1
+
+    def copied(self, seq: Sequence) -> None:
+        """The copies handed out with this sequence's room have been made: release their sources."""
+        sources, seq.sources, seq.copies = seq.sources, [], NO_COPIES
+        self.copying.discard(seq)
+        for path in sources:
+            seq.root.idle += self._pool.unfence(path)
+        self._tree.offer_unfenced()
