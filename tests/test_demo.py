@@ -100,6 +100,7 @@ def test_three_ways_on_any_model_agree_and_write_figures(tiny_model: Path, tmp_p
         ("--block-size", 1),
         ("--block-size", 7, "--token-budget", 13),
         ("--num-blocks", 14, "--requests", 6),
+        ("--linear", "plain"),
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
@@ -140,6 +141,7 @@ def test_a_differing_token_gives_exit_status_1(
         (("--token-budget", 0), "--token-budget 0"),
         (("--requests", "many"), "--requests"),
         (("--dtype", "float8"), "--dtype float8: choose one of float32, bfloat16, float16"),
+        (("--linear", "fused"), "--linear fused: choose one of packed, plain"),
         (("--model", "./no-such-folder"), "no-such-folder"),
         (("--json", "no-such-folder/file.json"), "no-such-folder"),
         (("--no-such-option",), "--no-such-option"),

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from blockmgr_integration.attention import UnsupportedModel, serve_from_pages  # noqa: E402
+from blockmgr_integration.packed import pack_linear_layers, unpack_linear_layers  # noqa: E402
 from blockmgr_integration.rows import RowsBuilder  # noqa: E402
 from blockmgr_integration.runner import ModelRunner  # noqa: E402
 
@@ -75,9 +76,7 @@ def test_ragged_passes_give_the_models_own_logits(family: str) -> None:
     rng = np.random.default_rng(1)
     texts = [rng.integers(1, 97, size=n) for n in (23, 9, 14)]
     with torch.no_grad():
-        expected = [
-            model(input_ids=torch.from_numpy(text)[None], use_cache=False).logits[0] for text in texts
-        ]
+        expected = [model(input_ids=torch.from_numpy(text)[None], use_cache=False).logits[0] for text in texts]
     blocks = rng.permutation(24).astype(np.int32).reshape(3, 8)
     runner = ModelRunner(model, num_blocks=24, block_size=BLOCK)
     for poison in (*runner.pages.keys, *runner.pages.values):
@@ -161,3 +160,22 @@ def test_an_unknown_attention_keyword_is_refused() -> None:
         model(input_ids=one, position_ids=one, use_cache=False, paged=object(), position_bias=torch.zeros(1))
     with pytest.raises(UnsupportedModel, match="paged="):
         model(input_ids=one, use_cache=False)
+
+
+def test_packed_linear_layers_compute_the_same_and_can_be_put_back() -> None:
+    """Given a model with and without biases, when its linear layers are packed, then its logits are the same
+    within rounding; when they are put back, then bit for bit."""
+    model = tiny("gpt-neox")
+    ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        before = model(ids).logits
+        exchanged = pack_linear_layers(model)
+        assert exchanged == 2 * 4 + 1
+        torch.testing.assert_close(model(ids).logits, before, atol=2e-4, rtol=2e-4)
+        unpack_linear_layers(model)
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_layers_that_cannot_be_packed_stay() -> None:
+    """Given a bfloat16 model, when packing is asked for, then nothing is exchanged."""
+    assert pack_linear_layers(tiny("llama").to(torch.bfloat16)) == 0

@@ -20,6 +20,7 @@ from .. import weights
 from ..attention import UnsupportedModel
 from ..figures import Run
 from ..options import BadInput, OneLineErrors
+from ..packed import pack_linear_layers
 from ..peers import run_copied_prefix, run_generate_batch
 from ..pool_picture import draw
 from ..prompts import PromptSet, shared_prefix_prompts
@@ -43,6 +44,9 @@ def demo(
     model: Annotated[
         str, typer.Option(help="The built-in model, or a folder or hub id of any decoder-only one.")
     ] = weights.BUILT_IN,
+    linear: Annotated[
+        str, typer.Option(help="packed: our runs use linear layers laid out for the CPU once; plain: torch's own.")
+    ] = "packed",
     peers: Annotated[
         bool, typer.Option("--peers", help="Also run transformers' other ways: copied prefix, generate_batch.")
     ] = False,
@@ -56,6 +60,8 @@ def demo(
     _check_counts(token_budget=token_budget)
     if dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if linear not in ("packed", "plain"):
+        raise BadInput(f"--linear {linear}: choose one of packed, plain")
     if json_file is not None and not json_file.parent.is_dir():
         raise BadInput(f"--json {json_file}: folder {json_file.parent} does not exist")
     torch.set_num_threads(1)
@@ -67,11 +73,12 @@ def demo(
     size = {"num_blocks": num_blocks or needed, "block_size": block_size}
     _check_fits(language_model, shared + unique, new_tokens, **size)
     console.print(
-        f"{model}, {dtype}, one thread: {requests} requests at once, {shared} shared + {unique} own prompt tokens, "
-        f"{new_tokens} new tokens each; pool of {size['num_blocks']} blocks of {block_size} tokens\n"
+        f"{model}, {dtype}, one thread, {linear} linear layers in our runs: {requests} requests at once, "
+        f"{shared} shared + {unique} own prompt tokens, {new_tokens} new tokens each; "
+        f"pool of {size['num_blocks']} blocks of {block_size} tokens\n"
     )
     others = _peers(console, language_model, prompts, new_tokens, size) if peers else []
-    runs = _three_ways(console, language_model, prompts, new_tokens, token_budget, size)
+    runs = _three_ways(console, language_model, prompts, new_tokens, token_budget, size, linear)
     differing = _differences(runs)
     _report(console, runs, others, prompts, new_tokens)
     for line in differing:
@@ -129,7 +136,13 @@ def _peers(console: Console, model: Any, prompts: PromptSet, new_tokens: int, si
 
 
 def _three_ways(
-    console: Console, model: Any, prompts: PromptSet, new_tokens: int, budget: int, size: dict[str, int]
+    console: Console,
+    model: Any,
+    prompts: PromptSet,
+    new_tokens: int,
+    budget: int,
+    size: dict[str, int],
+    linear: str,
 ) -> list[Run]:
     """The three runs, each after a short warm-up that is not measured."""
     count, length = len(prompts.ids), prompts.shared + prompts.unique
@@ -149,6 +162,8 @@ def _three_ways(
     short = [ids[-32:] for ids in prompts.ids[:2]]
     run_generate(model, short, 2)  # warm-up, as below: first calls allocate and compile
     runs = [timed("generate", partial(run_generate, model, prompts.ids, new_tokens))]
+    if linear == "packed":
+        pack_linear_layers(model)
     try:
         runner = ModelRunner(model, **size)
     except UnsupportedModel as error:
