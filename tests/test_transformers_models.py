@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blockmgr import BlockManager
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from blockmgr_integration.attention import UnsupportedModel, serve_from_pages  # noqa: E402
+from blockmgr_integration.engine import Engine  # noqa: E402
 from blockmgr_integration.packed import pack_linear_layers, unpack_linear_layers  # noqa: E402
 from blockmgr_integration.rows import RowsBuilder  # noqa: E402
 from blockmgr_integration.runner import ModelRunner  # noqa: E402
+from blockmgr_integration.runs import greedy  # noqa: E402
+from blockmgr_integration.scheduler import Request  # noqa: E402
 
 BLOCK = 4
 COMMON: dict[str, Any] = {
@@ -179,3 +184,29 @@ def test_packed_linear_layers_compute_the_same_and_can_be_put_back() -> None:
 def test_layers_that_cannot_be_packed_stay() -> None:
     """Given a bfloat16 model, when packing is asked for, then nothing is exchanged."""
     assert pack_linear_layers(tiny("llama").to(torch.bfloat16)) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_d25_the_loop_generates_what_generate_does(family: str) -> None:
+    """Given requests that share a prefix with a cached one and with each other, when served in small chunks with
+    hits, decodes and prefills mixed, then each gets the tokens that the model generates for it alone."""
+    model = tiny(family)
+    rng = np.random.default_rng(5)
+    stem = rng.integers(1, 97, size=22)
+    prompts = [np.concatenate([stem[:length], rng.integers(1, 97, size=5)]) for length in (22, 22, 9, 0, 17)]
+    expected = []
+    for prompt in prompts:
+        with torch.no_grad():
+            out = model.generate(
+                torch.from_numpy(prompt)[None], generation_config=greedy(model, 7), attention_mask=None
+            )
+        expected.append(out[0, len(prompt) :].tolist())
+    manager = BlockManager(40, BLOCK, check_every=1)
+    engine = Engine(manager, ModelRunner(model, 40, BLOCK), token_budget=11)
+    for arrivals in (prompts[:1], prompts):
+        requests = [Request(prompt, 7) for prompt in arrivals]
+        for request in requests:
+            engine.submit(request)
+        engine.run()
+        assert [request.output for request in requests] == expected[: len(requests)]
+    assert engine.scheduler.hit_tokens >= 3 * 16

@@ -24,7 +24,7 @@ class Engine:
         self,
         manager: BlockManager,
         runner: ModelRunner,
-        token_budget: int = 1024,
+        token_budget: int = 512,
         watch: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self.manager, self.runner, self.watch = manager, runner, watch

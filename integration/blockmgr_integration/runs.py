@@ -108,9 +108,10 @@ def greedy(model: Any, new_tokens: int) -> Any:
     """A GenerationConfig: greedy, exactly `new_tokens` tokens, no stop token."""
     from transformers import GenerationConfig
 
+    # None would be filled in from the model's own configuration; no token is -1.
     pad = model.generation_config.pad_token_id
     return GenerationConfig(
-        do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0 if pad is None else pad
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0 if pad is None else pad
     )
 
 

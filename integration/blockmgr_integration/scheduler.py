@@ -79,7 +79,7 @@ class Plan:
 class Scheduler:
     """First come, first served over one BlockManager. At most `token_budget` tokens are fed per step."""
 
-    def __init__(self, manager: BlockManager, token_budget: int = 1024) -> None:
+    def __init__(self, manager: BlockManager, token_budget: int = 512) -> None:
         if token_budget < 1:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
         self.manager, self.token_budget = manager, token_budget

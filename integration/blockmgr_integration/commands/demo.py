@@ -39,7 +39,7 @@ def demo(
     new_tokens: Annotated[int, typer.Option(help="Tokens generated per request, greedily.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     num_blocks: Annotated[int, typer.Option(help="Blocks in the pool; 0: enough without any sharing.")] = 0,
-    token_budget: Annotated[int, typer.Option(help="Most tokens fed to the model in one step.")] = 1024,
+    token_budget: Annotated[int, typer.Option(help="Most tokens fed to the model in one step.")] = 512,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     model: Annotated[
         str, typer.Option(help="The built-in model, or a folder or hub id of any decoder-only one.")
