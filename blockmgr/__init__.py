@@ -18,6 +18,7 @@ from .errors import (
     InvariantViolation,
     LimitExceeded,
 )
+from .holds import Pin
 from .manager import BlockManager
 from .namespace import Namespace
 from .sequence import Batch, Sequence
@@ -39,6 +40,7 @@ __all__ = [
     "NeverFits",
     "NoSpace",
     "Pending",
+    "Pin",
     "Sequence",
     "Step",
 ]

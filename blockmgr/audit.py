@@ -68,7 +68,7 @@ def _leases(m: BlockManager) -> None:
             if len(np.unique(row)) != len(row):
                 raise broken(8, f"{seq!r} names a block twice: {row.tolist()}")
             count[row] += 1
-    for pin in m.pins.values():
+    for pin in m.holds.pins.values():
         count[pin.blocks] += 1
     odd = count != m.pool.lease
     if odd.any():
@@ -136,7 +136,7 @@ def _tree(m: BlockManager) -> None:
             if (np.diff((np.append(above, held) > 0).astype(int)) > 0).any():
                 raise broken(18, f"run {blocks.tolist()} is held below a block that is not: {above} {held.tolist()}")
         if (resident, idle) != (root.resident, root.idle):
-            raise broken(1, f"namespace {root.key!r}: counted {resident} resident and {idle} cached blocks, "
+            raise broken(1, f"{root.namespace}: counted {resident} resident and {idle} cached blocks, "
                             f"kept {root.resident} and {root.idle}")  # fmt: skip
     odd = seen != pool.committed
     if odd.any():

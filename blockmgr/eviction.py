@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidConfig
-from .pool import Blocks, Ints
+from .pool import Ints
 
 Scores = npt.NDArray[np.float64]
 
@@ -31,9 +31,9 @@ class Order(Protocol):
     @property
     def scores(self) -> Scores | None: ...
 
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None: ...
-    def used(self, blocks: Ints | Blocks, tick: int) -> None: ...
-    def evicted(self, blocks: Ints | Blocks, tick: int) -> None: ...
+    def stored(self, blocks: Ints, tick: int) -> None: ...
+    def used(self, blocks: Ints, tick: int) -> None: ...
+    def evicted(self, blocks: Ints, tick: int) -> None: ...
 
 
 class LRU:
@@ -42,13 +42,13 @@ class LRU:
     def __init__(self, num_blocks: int) -> None:
         self.scores: Scores | None = None
 
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
+    def stored(self, blocks: Ints, tick: int) -> None:
         pass
 
-    def used(self, blocks: Ints | Blocks, tick: int) -> None:
+    def used(self, blocks: Ints, tick: int) -> None:
         pass
 
-    def evicted(self, blocks: Ints | Blocks, tick: int) -> None:
+    def evicted(self, blocks: Ints, tick: int) -> None:
         pass
 
 
@@ -58,27 +58,27 @@ class Scored:
     def __init__(self, num_blocks: int) -> None:
         self.scores: Scores = np.zeros(num_blocks)
 
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
+    def stored(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] = 0.0
 
-    def used(self, blocks: Ints | Blocks, tick: int) -> None:
+    def used(self, blocks: Ints, tick: int) -> None:
         pass
 
-    def evicted(self, blocks: Ints | Blocks, tick: int) -> None:
+    def evicted(self, blocks: Ints, tick: int) -> None:
         pass
 
 
 class FIFO(Scored):
     """First stored, first out."""
 
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
+    def stored(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] = tick
 
 
 class LFU(Scored):
     """Least often released first, counted since the block was stored."""
 
-    def used(self, blocks: Ints | Blocks, tick: int) -> None:
+    def used(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] += 1.0
 
 
@@ -91,10 +91,10 @@ class AgedFrequency(Scored):
 
     half_life = 1000.0
 
-    def stored(self, blocks: Ints | Blocks, tick: int) -> None:
+    def stored(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] = -np.inf
 
-    def used(self, blocks: Ints | Blocks, tick: int) -> None:
+    def used(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] = np.logaddexp2(self.scores[blocks], tick / self.half_life)
 
 

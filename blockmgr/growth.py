@@ -17,7 +17,7 @@ from .answers import Step
 from .audit import broken
 from .counters import Counters
 from .fences import Tickets
-from .pool import Pool
+from .pool import Ints, Pool
 from .publication import Publication
 from .sequence import NO_COPIES, Batch, Sequence
 from .tables import Tables
@@ -43,7 +43,7 @@ class Growth:
         """Blocks that a sequence of this namespace can be given beyond what it was promised."""
         return self._pool.reclaimable - self.promised - (self._tree.protected(user) if self._tree.guaranteed else 0)
 
-    def take(self, count: int, user: Root | None) -> npt.NDArray[np.int32]:
+    def take(self, count: int, user: Root | None) -> Ints:
         """Lease `count` blocks, evicting as many as are not free; the caller has counted that they are there."""
         short = count - self._pool.free
         if short > 0 and self._tree.evict(short, user) < short:
@@ -73,9 +73,9 @@ class Growth:
             blocks = self.take(count, None)
             tables.widen_by_one()
             column = tables.count[grown]
-            tables.flat[grown * tables.width + column] = blocks
+            tables.blocks[grown, column] = blocks
             tables.count[grown] = column + 1
-            slots[crossing] = blocks * np.int64(size)
+            slots[crossing] = blocks * size
         tables.cursor[rows] = slots + 1
         return Step(slots, NO_COPIES, ())
 
@@ -129,7 +129,7 @@ class Growth:
         self._tree.offer(run)
         self._tables.blocks[seq.row, index] = new
 
-    def guard(self, seq: Sequence, path: npt.NDArray[np.intp]) -> None:
+    def guard(self, seq: Sequence, path: Ints) -> None:
         """A copy out of the last block of this path was handed out: fence it until the sequence's next commit."""
         seq.root.idle -= self._pool.guard(path)
         seq.sources.append(path)

@@ -25,8 +25,8 @@ from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle
 from .eviction import Order, make_order
 from .fences import Ticket, Tickets
 from .growth import Growth
+from .holds import Holds, Pin
 from .namespace import DEFAULT, Namespace, media_keys
-from .pins import Pin
 from .pool import Blocks, Ints, Pool
 from .publication import Publication
 from .sequence import Batch, Sequence
@@ -42,6 +42,7 @@ class BlockManager:
     caching         False: nothing is committed to the tree or matched; blocks are only allocated and freed
     partial_reuse   True: where a prompt diverges inside a cached block, admission hands out a copy of the tokens
                     before the divergence (`Sequence.copies`), so reuse is exact to the token
+    max_pinned      blocks that may be pinned at a time; None is half of the pool
     check_every     call `check()` after every so many changing operations; 0 is never
     Raises InvalidConfig for values outside their domain.
     """
@@ -54,6 +55,7 @@ class BlockManager:
         order: str | Callable[[int], Order] = "lru",
         caching: bool = True,
         partial_reuse: bool = False,
+        max_pinned: int | None = None,
         check_every: int = 0,
     ) -> None:
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
@@ -68,7 +70,8 @@ class BlockManager:
         self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
-        self.pins: dict[int, Pin] = {}
+        cap = num_blocks // 2 if max_pinned is None else max_pinned
+        self.holds = Holds(self.pool, self.tree, self.tickets, self.growth, cap)
         self._serial = 0
         self._operations = 0
 
@@ -111,7 +114,7 @@ class BlockManager:
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        root = self.tree.root(namespace.key)
+        root = self.tree.root(namespace)
         place = self._match(root, tokens, keys)
         idle = self.pool.idle(place.blocks)
         refusal = self._refusal(root, place, idle, tokens, keys, reserve, wait)
@@ -226,12 +229,7 @@ class BlockManager:
         """
         if n < 1:
             raise InvalidCount(f"grow needs n >= 1 tokens, got {n}")
-        if isinstance(target, Sequence):
-            self._own(target)
-            if target.batch is not None:
-                target.batch.pending.clear()
-            step = self.growth.grow_one(target, n)
-        else:
+        if isinstance(target, Batch):
             if target.manager is not self:
                 raise InvalidHandle(f"{target!r} belongs to another manager")
             step = (self.growth.grow_batch(target) if n == 1 else None) or self.growth.grow_each(target, n)
@@ -239,6 +237,11 @@ class BlockManager:
                 target.pending.clear()
             else:
                 target.pending.append((n, step.slots))
+        else:
+            self._own(target)
+            if target.batch is not None:
+                target.batch.pending.clear()
+            step = self.growth.grow_one(target, n)
         if self.check_every:
             self._maybe_check()
         return step
@@ -296,8 +299,8 @@ class BlockManager:
         tables, rows = self.tables, batch.rows
         ids = np.asarray(tokens)
         ids = as_tokens(ids if ids.ndim == 1 else ids.reshape(-1))
-        n, odd = divmod(len(ids), max(len(rows), 1))
-        if odd or not n:
+        n, odd = divmod(len(ids), len(rows) or 1)
+        if odd or not len(rows):
             raise InvalidCount(f"{len(ids)} tokens for a batch of {len(rows)} sequences")
         computed = tables.computed[rows]
         if batch.pending and batch.pending[0][0] == n:
@@ -490,7 +493,7 @@ class BlockManager:
         if seq.manager is not self or seq.kept is None:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
-        root = self.tree.root(seq.root.key) if seq.root.dead else seq.root
+        root = self.tree.root(seq.root.namespace) if seq.root.dead else seq.root
         place = self._match(root, tokens, seq.media)
         idle = self.pool.idle(place.blocks)
         refusal = self._refusal(root, place, idle, tokens, seq.media, reserve, wait=False)
@@ -517,7 +520,7 @@ class BlockManager:
         """Leading tokens of the prompt that admission would reuse in whole blocks. No side effects."""
         tokens = as_tokens(prompt)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        return len(self._match(self.tree.root(namespace.key), tokens, keys).blocks) * self.block_size
+        return len(self._match(self.tree.root(namespace), tokens, keys).blocks) * self.block_size
 
     def flush(self) -> None:
         """Publish everything that is full and computed; matching does so by itself where it matters."""
@@ -536,9 +539,47 @@ class BlockManager:
             root = self.tree.roots.get(key)
             if root is not None:
                 self.tree.drop_root(root)
+                self.holds.forget(root)
                 for seq in self.sequences.values():
                     if seq.root is root and seq.row >= 0:
                         self.publication.leave(seq)
+
+    # --- holds ---------------------------------------------------------------------------------------------
+
+    def pin(self, prompt: TokenIds, owner: str, namespace: Namespace = DEFAULT) -> Pin | NoSpace:
+        """Keep the cached prefix of a prompt, in whole blocks, until `unpin`.
+
+        To warm up: admit a prompt, compute and commit it, pin it, free the sequence. Raises InvalidState if nothing
+        of it is cached, LimitExceeded beyond `max_pinned` blocks. NoSpace: promised blocks would be lost by it.
+        """
+        return self.holds.pin(prompt, owner, namespace)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let a pin go. Raises InvalidHandle if it is not held."""
+        self.holds.unpin(pin)
+
+    def retain(
+        self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, priority: int, deadline: float | None = None
+    ) -> int:
+        """Evict blocks of lower priority before this prompt's cached prefix; the default priority is 0.
+
+        deadline  when `expire(now)` gives the priority up and drops what is unused, in the caller's clock
+        Returns the tokens it applies to. Raises InvalidState if nothing of it is cached, InvalidConfig.
+        """
+        return self.holds.retain(prompt, namespace, priority, deadline)
+
+    def expire(self, now: float) -> int:
+        """End what was retained until `now` or before; returns the blocks that became free by it."""
+        return self.holds.expire(now)
+
+    def guarantee(self, namespace: Namespace, blocks: int) -> None:
+        """Keep other namespaces' requests from evicting this one's prefixes below `blocks` blocks; 0 ends it.
+
+        Raises LimitExceeded if the guarantees exceed the pool, InvalidConfig.
+        """
+        self.holds.guarantee(namespace, blocks)
+
+    # --- fences and checks ---------------------------------------------------------------------------------
 
     def open_ticket(self) -> Ticket:
         """A fence: blocks let go from now on are not handed out before the ticket is closed. See fences.py."""

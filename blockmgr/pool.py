@@ -61,10 +61,11 @@ class Pool:
         """Blocks that can be handed out now: free, or cached and so evictable leaf first."""
         return self.free + self.cached
 
-    def take(self, count: int) -> Blocks:
+    def take(self, count: int) -> Ints:
         """Lease `count` free blocks; the caller has made sure that they exist."""
-        self.free -= count
-        blocks = self.stack[self.free : self.free + count].copy()
+        end = self.free
+        self.free = end - count
+        blocks = self.stack[end - count : end].astype(np.intp)
         self.lease[blocks] = 1
         return blocks
 

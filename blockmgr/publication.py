@@ -43,7 +43,7 @@ class Publication:
             start, full = seq.published, int(self._tables.computed[seq.row]) // self._pool.block_size
             if full <= start or seq.root.dead:
                 return
-            blocks = self._tables.blocks[seq.row, start:full]
+            blocks = self._tables.blocks[seq.row, start:full].astype(np.intp)
             seq.run, seq.at, duplicates, pending = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
             seq.published = full
             for index, theirs in duplicates:

@@ -148,31 +148,23 @@ class Batch:
     preempted leaves its batch by itself.
     """
 
-    __slots__ = ("_manager", "_rows", "pending", "sequences")
+    __slots__ = ("_rows", "manager", "pending", "rows", "sequences")
 
     def __init__(self, manager: BlockManager, sequences: Iterable[Sequence] = ()) -> None:
-        self._manager = manager
+        self.manager = manager
         self._rows: Ints = np.zeros(16, np.intp)
+        self.rows: Ints = self._rows[:0]  # intp [S]: the members' rows in the tables
         self.sequences: list[Sequence] = []
         self.pending: deque[tuple[int, npt.NDArray[np.int64]]] = deque()  # (n, slots) grown, not yet committed
         for seq in sequences:
             self.add(seq)
-
-    @property
-    def manager(self) -> BlockManager:
-        return self._manager
-
-    @property
-    def rows(self) -> Ints:
-        """intp [S]: the members' rows in the tables; a view."""
-        return self._rows[: len(self.sequences)]
 
     def add(self, seq: Sequence) -> None:
         """Append a sequence whose known tokens are all computed.
 
         Raises InvalidHandle (not live, another manager's) or InvalidState (in a batch already, prompt unfinished).
         """
-        if seq.manager is not self._manager or seq.row < 0:
+        if seq.manager is not self.manager or seq.row < 0:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this batch's manager")
         if seq.batch is not None:
             raise InvalidState(f"{seq!r} is in a batch already")
@@ -183,7 +175,7 @@ class Batch:
         seq.batch, seq.index = self, len(self.sequences)
         self._rows[seq.index] = seq.row
         self.sequences.append(seq)
-        self.pending.clear()
+        self._changed()
 
     def remove(self, seq: Sequence) -> None:
         """Take a member out; it stays live. Raises InvalidHandle if it is no member."""
@@ -195,19 +187,23 @@ class Batch:
             self._rows[seq.index] = last.row
             last.index = seq.index
         seq.batch, seq.index = None, -1
+        self._changed()
+
+    def _changed(self) -> None:
+        self.rows = self._rows[: len(self.sequences)]
         self.pending.clear()
 
     @property
     def lengths(self) -> Blocks:
         """int32 [S]: tokens of each member that have slots (what attention over this step's tokens reads)."""
-        tables, rows = self._manager.tables, self.rows
+        tables, rows = self.manager.tables, self.rows
         slack = -tables.cursor[rows] % tables.block_size
         return (tables.count[rows] * tables.block_size - slack).astype(np.int32)
 
     @property
     def block_tables(self) -> Blocks:
         """int32 [S, W]: the members' tables, a copy; W is the longest table, the rest is -1."""
-        tables, rows = self._manager.tables, self.rows
+        tables, rows = self.manager.tables, self.rows
         width = int(tables.count[rows].max()) if len(rows) else 0
         return tables.blocks[rows, :width]
 

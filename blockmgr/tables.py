@@ -10,8 +10,8 @@
 
     computed <= known <= room,  room = tokens that have slots = count * block_size - (-cursor mod block_size)
 
-A row is free or belongs to one sequence. Rows and columns double when they run out; `flat` is `blocks` as one
-axis, and both are replaced on growth, so nobody keeps them across calls.
+A row is unused or belongs to one sequence. Rows and columns double when they run out; the arrays are replaced
+then, so nobody keeps them across calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .pool import Blocks, Ints
+from .pool import Ints
 
 
 class Tables:
@@ -28,7 +28,6 @@ class Tables:
     def __init__(self, block_size: int, rows: int = 64, width: int = 64) -> None:
         self.block_size = block_size
         self.blocks = np.full((rows, width), -1, np.int32)
-        self.flat = self.blocks.reshape(-1)
         self.width = width
         self.count = np.zeros(rows, np.int64)
         self.cursor = np.zeros(rows, np.int64)
@@ -38,7 +37,7 @@ class Tables:
         self._longest = 0  # no table is longer
         self.unused = list(range(rows - 1, -1, -1))
 
-    def open(self, shared: Ints, own: Ints | Blocks, known: int, computed: int) -> int:
+    def open(self, shared: Ints, own: Ints, known: int, computed: int) -> int:
         """A row that names `shared` and then `own` blocks; its `known` tokens have slots."""
         if not self.unused:
             self._resize(2 * len(self.count), self.width)
@@ -72,7 +71,7 @@ class Tables:
         count, size = int(self.count[row]), self.block_size
         self.cursor[row] = 0 if count == 0 else int(self.blocks[row, count - 1]) * size + room - (count - 1) * size
 
-    def append(self, row: int, blocks: npt.NDArray[np.int32], room: int) -> None:
+    def append(self, row: int, blocks: Ints, room: int) -> None:
         """Add blocks to the row's end and place the cursor."""
         count = int(self.count[row])
         self.widen(count + len(blocks))
@@ -88,8 +87,7 @@ class Tables:
 
     def slots_at(self, rows: Ints, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Slot of one token position a row, vectorised over rows."""
-        columns = positions // self.block_size
-        blocks: npt.NDArray[np.int64] = self.flat[rows * self.width + columns].astype(np.int64)
+        blocks: npt.NDArray[np.int64] = self.blocks[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
     def widen(self, width: int) -> None:
@@ -109,7 +107,7 @@ class Tables:
         old = len(self.count)
         blocks = np.full((rows, width), -1, np.int32)
         blocks[:old, : self.width] = self.blocks
-        self.blocks, self.flat, self.width = blocks, blocks.reshape(-1), width
+        self.blocks, self.width = blocks, width
         for name in ("count", "cursor", "computed", "known", "promise"):
             array = np.zeros(rows, np.int64)
             array[:old] = getattr(self, name)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .errors import InvalidTokens
 
 MAX_TOKEN = 2**31 - 1
+INT32 = np.dtype(np.int32)
 
 
 class _Tensor(Protocol):
@@ -41,7 +42,7 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
     if got.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids must be integers, got dtype {got.dtype}")
     low = np.minimum.reduce(got)
-    if low < 0 or (got.dtype != np.int32 and np.maximum.reduce(got) > MAX_TOKEN):
+    if low < 0 or (got.dtype != INT32 and np.maximum.reduce(got) > MAX_TOKEN):
         at = int(got.argmin() if low < 0 else got.argmax())
         raise InvalidTokens(f"token id {got[at]} at position {at} is outside 0 .. {MAX_TOKEN}")
-    return np.ascontiguousarray(got, dtype=np.int32)
+    return np.ascontiguousarray(got, dtype=INT32)

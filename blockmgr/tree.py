@@ -36,6 +36,7 @@ import numpy.typing as npt
 from sortedcontainers import SortedList
 
 from .eviction import Order
+from .namespace import Namespace
 from .pool import Blocks, Ints, Pool
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ class Run:
 class Root(Run):
     """The empty run under which all runs of one namespace hang."""
 
-    __slots__ = ("dead", "guarantee", "idle", "key", "leaves", "live", "number", "resident")
+    __slots__ = ("dead", "guarantee", "idle", "leaves", "live", "namespace", "number", "resident")
 
-    def __init__(self, key: bytes, number: int, leaves: SortedList) -> None:
+    def __init__(self, namespace: Namespace, number: int, leaves: SortedList) -> None:
         super().__init__(None, 0, np.empty(0, np.int32), b"", None)
-        self.key, self.number, self.leaves = key, number, leaves
+        self.namespace, self.number, self.leaves = namespace, number, leaves
         self.dead = False
         self.live = 0  # sequences and pins that stand in this namespace
         self.resident = 0  # blocks in its runs
@@ -91,10 +92,11 @@ class Place(NamedTuple):
 
 
 class Listener(Protocol):
-    """Told of every change of the tree, in order. `parent` is an anchor: a block id, or negative for a root."""
+    """Told of every change of the tree, in order. `parent` is an anchor: a block id, or negative for a root.
+    Removed blocks come last first, as they go."""
 
-    def stored(self, root: Root, parent: int, blocks: Blocks, media: bytes) -> None: ...
-    def removed(self, root: Root, blocks: Blocks) -> None: ...
+    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes) -> None: ...
+    def removed(self, root: Root, blocks: Ints) -> None: ...
     def cleared(self, root: Root | None) -> None: ...
 
 
@@ -119,20 +121,20 @@ class Tree:
 
     # --- finding -------------------------------------------------------------------------------------------
 
-    def root(self, key: bytes) -> Root:
+    def root(self, namespace: Namespace) -> Root:
         """The root of a namespace; a new one is not registered before `keep` is called."""
-        return self.roots.get(key) or Root(key, self._next_root, self.leaves)
+        return self.roots.get(namespace.key) or Root(namespace, self._next_root, self.leaves)
 
     def keep(self, root: Root) -> None:
         """Register a root that `root` made, because something is about to stand in its namespace."""
         if root.number == self._next_root:
-            self.roots[root.key] = root
+            self.roots[root.namespace.key] = root
             self._next_root -= 1
 
     def forget_if_empty(self, root: Root) -> None:
         """Drop a root that holds nothing, so that one-off namespaces cost nothing after their last block."""
-        if not (root.live or root.resident or root.guarantee) and self.roots.get(root.key) is root:
-            del self.roots[root.key]
+        if not (root.live or root.resident or root.guarantee) and self.roots.get(root.namespace.key) is root:
+            del self.roots[root.namespace.key]
 
     def match(self, root: Root, tokens: Blocks, limit: int, media: Mapping[int, bytes] = NO_MEDIA) -> Place:
         """The longest path whose content equals the leading blocks of `tokens`, at most `limit` blocks."""
@@ -182,31 +184,29 @@ class Tree:
     # --- growing -------------------------------------------------------------------------------------------
 
     def publish(
-        self, seq: Sequence, run: Run, at: int, blocks: Blocks, start: int, media: Mapping[int, bytes]
+        self, seq: Sequence, run: Run, at: int, blocks: Ints, start: int, media: Mapping[int, bytes]
     ) -> tuple[Run, int, list[tuple[int, Blocks]], Sequence | None]:
         """Commit full, computed `blocks` (logical blocks start, start + 1, ...) behind the place (run, at).
 
         Returns the new place, the duplicates found as (logical index, the tree's blocks), and the sequence
         whose claim to the run's end this publication took.
         """
-        pool, pos, left = self.pool, start, len(blocks)
-        end = start + left
+        pool, pos, end = self.pool, start, start + len(blocks)
         duplicates: list[tuple[int, Blocks]] = []
         displaced: Sequence | None = None
         if run.writer is seq:
             run.writer = None
         while pos < end:
             mine = blocks[pos - start :]
-            if at < run.length and pos not in media:
+            head = pool.tokens[mine[0]].tobytes()
+            if at < run.length and pos not in media and pool.tokens[run.blocks[at]].tobytes() == head:
                 count = self._stretch(min(run.length - at, len(mine)), pos, media)
                 theirs = run.blocks[at : at + count]
                 same = self._equal(theirs, pool.tokens.take(mine[:count], axis=0).reshape(-1))
-                if same:
-                    duplicates.append((pos, theirs[:same].copy()))
-                    pos, at = pos + same, at + same
-                    continue
+                duplicates.append((pos, theirs[:same].copy()))
+                pos, at = pos + same, at + same
+                continue
             anchor = run.anchor(at)
-            head = pool.tokens[mine[0]].tobytes()
             key = head + media[pos] if pos in media else head
             children = self.branches.get(anchor)
             child = children.get(key) if children is not None else None
@@ -221,7 +221,7 @@ class Tree:
                     displaced, run.writer = run.writer, None
                 self._append(run, new)
             else:
-                run = Run(run, at, new.copy(), media.get(pos, b""), run.root)
+                run = Run(run, at, new.astype(np.int32), media.get(pos, b""), run.root)
                 at = 0
                 if children is None:
                     children = self.branches[anchor] = {}
@@ -235,7 +235,7 @@ class Tree:
         return run, at, duplicates, displaced
 
     @staticmethod
-    def _append(run: Run, new: Blocks) -> None:
+    def _append(run: Run, new: Ints) -> None:
         need = run.length + len(new)
         if need > len(run.blocks):
             grown = np.empty(max(need, run.length + run.length // 2 + 4), np.int32)
@@ -299,14 +299,15 @@ class Tree:
                 break
             leaf: Leaf = leaves[0]
             run = leaf[-1]
-            taken = self._idle_tail(run, min(count - freed, most), leaf)
+            tail = self._idle_tail(run, min(count - freed, most), leaf)
+            taken = len(tail)
             if taken == 0 or taken == run.length:
                 del leaves[0]
                 run.leaf = None
             if taken:
                 freed += taken
-                self.order.evicted(run.blocks[run.length - taken : run.length], self.tick)
-                self.cut(run, taken)
+                self.order.evicted(tail, self.tick)
+                self.cut(run, tail)
             else:
                 self.offer(run)
         self.evictions += freed
@@ -321,8 +322,8 @@ class Tree:
                 best, most = root.leaves, spare
         return best, most
 
-    def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> int:
-        """How many blocks, from the tail, are reclaimable and tie with the leaf's key; at most `most`."""
+    def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> Ints:
+        """The run's last blocks, last first, that are reclaimable and tie with the leaf's key; at most `most`."""
         pool = self.pool
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
         stop = self.last_use[blocks] != leaf[2]
@@ -334,14 +335,16 @@ class Tree:
         if self.priority is not None:
             stop |= self.priority[blocks] != leaf[0]
         first = int(stop.argmax())
-        candidates = blocks[: first if stop[first] else len(blocks)].tolist()
+        if stop[first]:
+            blocks = blocks[:first]
+        candidates = blocks.tolist()
         if self.branches.keys().isdisjoint(candidates):
-            return len(candidates)
-        return next(index for index, block in enumerate(candidates) if block in self.branches)
+            return blocks
+        return blocks[: next(index for index, block in enumerate(candidates) if block in self.branches)]
 
-    def cut(self, run: Run, count: int) -> None:
-        """Remove `count` reclaimable blocks from the run's tail and free them."""
-        root, blocks = run.root, run.blocks[run.length - count : run.length].copy()
+    def cut(self, run: Run, blocks: Ints) -> None:
+        """Free these reclaimable blocks, the run's last ones, last first."""
+        root, count = run.root, len(blocks)
         if count == run.length:
             self._unregister(run)
         run.length -= count
@@ -351,7 +354,7 @@ class Tree:
             self.priority[blocks] = 0
         self.pool.cached -= count
         self.pool.committed[blocks] = False
-        self.pool.give(blocks[::-1])
+        self.pool.give(blocks)
         for listener in self.listeners:
             listener.removed(root, blocks)
         if run.length:
@@ -367,6 +370,31 @@ class Tree:
         del children[self.pool.tokens[run.blocks[0]].tobytes() + run.media]
         if not children:
             del self.branches[anchor]
+
+    def cut_idle(self, run: Run) -> int:
+        """Free the run's reclaimable blocks, whatever their key; returns how many went."""
+        blocks = run.blocks[: run.length][::-1].astype(np.intp)
+        held = (self.pool.lease[blocks] > 0) | (self.pool.fence[blocks] > 0)
+        count = int(held.argmax()) if held.any() else len(blocks)
+        keep = next((i for i, block in enumerate(blocks[:count].tolist()) if block in self.branches), count)
+        if keep == run.length and run.leaf is not None:
+            run.root.leaves.remove(run.leaf)
+            run.leaf = None
+        if keep:
+            self.cut(run, blocks[:keep])
+        return keep
+
+    def guarantee(self, root: Root, blocks: int) -> None:
+        """Keep other namespaces from evicting this one below `blocks`; 0 takes the guarantee back."""
+        leaves = SortedList() if blocks else self.leaves
+        if bool(root.guarantee) != bool(blocks):
+            for run in self.runs(root):
+                if run.leaf is not None:
+                    root.leaves.remove(run.leaf)
+                    leaves.add(run.leaf)
+            root.leaves = leaves
+            self.guaranteed = [other for other in self.guaranteed if other is not root] + [root] * bool(blocks)
+        root.guarantee = blocks
 
     def drop_root(self, root: Root) -> None:
         """Invalidate a namespace: nothing of it can be matched any more; its cached blocks become free now,
@@ -387,10 +415,10 @@ class Tree:
                 self.branches.pop(block, None)
         self.branches.pop(root.number, None)
         root.resident = root.idle = 0
-        if root in self.guaranteed:
+        if root.guarantee:
             self.guaranteed.remove(root)
-        if self.roots.get(root.key) is root:
-            del self.roots[root.key]
+        if self.roots.get(root.namespace.key) is root:
+            del self.roots[root.namespace.key]
         for listener in self.listeners:
             listener.cleared(root)
 
