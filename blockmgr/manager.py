@@ -23,6 +23,7 @@ from .answers import NeverFits, NoSpace, Pending, Step
 from .counters import Counters
 from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle, InvalidState
 from .eviction import Order, make_order
+from .explain import Explanation, Log, explain
 from .fences import Ticket, Tickets
 from .growth import Growth
 from .holds import Holds, Pin
@@ -72,6 +73,7 @@ class BlockManager:
         self.requests: dict[Hashable, Sequence] = {}
         cap = num_blocks // 2 if max_pinned is None else max_pinned
         self.holds = Holds(self.pool, self.tree, self.tickets, self.growth, cap)
+        self.log: Log | None = None  # an EventLog puts itself here
         self._serial = 0
         self._operations = 0
 
@@ -147,16 +149,14 @@ class BlockManager:
         wait: bool,
     ) -> NoSpace | NeverFits | Pending | None:
         """Why these tokens can't enter now, or None. Changes nothing."""
-        size, matched = self.block_size, len(place.blocks)
-        total = -(-(len(tokens) + reserve) // size)
+        matched = len(place.blocks)
+        total = -(-(len(tokens) + reserve) // self.block_size)
         if total > self.num_blocks:
             return NeverFits(total, self.num_blocks)
-        leaders = self.publication.leaders
-        if wait and leaders and (matched + 1) * size < len(tokens):
-            head = tokens[matched * size : (matched + 1) * size]
-            leader = leaders.get(self.publication.next_key(place.run, place.at, head, matched, media))
-            if leader is not None:
-                return Pending(leader, self.publication.promise_of(leader, tokens, matched))
+        if wait and self.publication.leaders:
+            pending = self.publication.pending(place, tokens, media)
+            if pending is not None:
+                return pending
         missing = total - matched - (self.growth.spare(root) - idle)
         return NoSpace(missing) if missing > 0 else None
 
@@ -522,6 +522,13 @@ class BlockManager:
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
         return len(self._match(self.tree.root(namespace), tokens, keys).blocks) * self.block_size
 
+    def explain(
+        self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
+    ) -> Explanation:
+        """Where reuse of this prompt would stop now, and why; for operators, not tenants. No side effects."""
+        tokens = as_tokens(prompt)
+        return explain(self, tokens, namespace, media_keys(media, self.block_size) if media else NO_MEDIA)
+
     def flush(self) -> None:
         """Publish everything that is full and computed; matching does so by itself where it matters."""
         for seq in self.sequences.values():
@@ -534,15 +541,16 @@ class BlockManager:
         Live sequences go on with their blocks, which become free when they are let go.
         """
         self.flush()
-        keys = list(self.tree.roots) if namespace is None else [namespace.key]
-        for key in keys:
-            root = self.tree.roots.get(key)
-            if root is not None:
-                self.tree.drop_root(root)
-                self.holds.forget(root)
-                for seq in self.sequences.values():
-                    if seq.root is root and seq.row >= 0:
-                        self.publication.leave(seq)
+        everything = list(self.tree.roots.values())
+        roots = everything if namespace is None else [root for root in everything if root.namespace == namespace]
+        for root in roots:
+            self.tree.drop_root(root)
+            self.holds.forget(root)
+            for seq in self.sequences.values():
+                if seq.root is root and seq.row >= 0:
+                    self.publication.leave(seq)
+        for listener in self.tree.listeners if roots else ():
+            listener.cleared(None if namespace is None else roots[0])
 
     # --- holds ---------------------------------------------------------------------------------------------
 

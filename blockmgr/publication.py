@@ -16,12 +16,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from .answers import Pending
 from .counters import Counters
 from .fences import Tickets
 from .pool import Blocks, Pool
 from .sequence import Sequence
 from .tables import Tables
-from .tree import Run, Tree
+from .tree import Place, Run, Tree
 
 Key = tuple[int, bytes]  # the anchor a block hangs from, its tokens and media key
 
@@ -116,11 +117,18 @@ class Publication:
         """The key of a block [B] that would be logical block `index` behind the place (run, at)."""
         return run.anchor(at), tokens.tobytes() + media.get(index, b"")
 
-    def promise_of(self, leader: Sequence, tokens: Blocks, matched: int) -> int:
-        """Leading tokens behind the first `matched` blocks that the leader is computing for this prompt."""
-        size = self._pool.block_size
+    def pending(self, place: Place, tokens: Blocks, media: Mapping[int, bytes]) -> Pending | None:
+        """Who is computing the block behind this place for these tokens, and how many of the tokens."""
+        size, matched = self._pool.block_size, len(place.blocks)
+        if (matched + 1) * size >= len(tokens):
+            return None
+        head = tokens[matched * size : (matched + 1) * size]
+        leader = self.leaders.get(self.next_key(place.run, place.at, head, matched, media))
+        if leader is None:
+            return None
         most = min(int(self._tables.known[leader.row]), len(tokens) - 1) // size - matched
         blocks = self._tables.row(leader.row)[matched : matched + most]
         differ = self._pool.tokens[blocks].reshape(-1) != tokens[matched * size : (matched + most) * size]
         whole = int(differ.argmax()) // size if differ.any() else most
-        return min([whole, *(index - matched for index in leader.media if index > matched)]) * size
+        others = {*leader.media, *media}
+        return Pending(leader, min([whole, *(i - matched for i in others if i > matched)]) * size)

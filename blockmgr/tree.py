@@ -398,7 +398,7 @@ class Tree:
 
     def drop_root(self, root: Root) -> None:
         """Invalidate a namespace: nothing of it can be matched any more; its cached blocks become free now,
-        its leased and fenced ones when they are let go (see Run's states)."""
+        its leased and fenced ones when they are let go (see Run's states). Telling the listeners is the caller's."""
         runs = list(self.runs(root))
         root.dead = True
         for run in runs:
@@ -419,8 +419,6 @@ class Tree:
             self.guaranteed.remove(root)
         if self.roots.get(root.namespace.key) is root:
             del self.roots[root.namespace.key]
-        for listener in self.listeners:
-            listener.cleared(root)
 
     # --- looking -------------------------------------------------------------------------------------------
 
@@ -430,12 +428,12 @@ class Tree:
         for anchor in anchors:
             yield from self.branches.get(anchor, {}).values()
 
-    def next_blocks(self, run: Run, at: int, most: int) -> Iterator[int]:
-        """Up to `most` + 1 blocks without a media key that follow a place."""
+    def next_blocks(self, run: Run, at: int, most: int, with_media: bool = False) -> Iterator[int]:
+        """Blocks that follow a place: the run's own next one, and the first of up to `most` runs that hang there."""
         if at < run.length:
             yield int(run.blocks[at])
         for child in islice(self.branches.get(run.anchor(at), {}).values(), most):
-            if not child.media:
+            if with_media or not child.media:
                 yield int(child.blocks[0])
 
     def runs(self, root: Root | None = None) -> Iterator[Run]:

@@ -1,0 +1,212 @@
+"""Events: the tree's changes as a numbered stream that another process can rebuild the tree from.
+
+    log = EventLog(manager)          from now on; with content already cached, start from log.snapshot()
+    events, gap = log.since(number)  the retained events after that number; gap: some were dropped, take a snapshot
+    TreeMirror().apply(event)        the consumer's side
+
+A block's name is a digest chained over its ancestors: H(parent's name, framed media key, token ids), where a root's
+name is H(encoded namespace). Each block is hashed once, when it enters the tree; a hit hashes nothing and emits
+nothing. Without a log nothing of this exists and committing costs nothing extra.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import BlockManagerError, InvalidConfig, InvalidState
+from .manager import BlockManager
+from .namespace import Hasher, Namespace, frame, xxh3_128
+from .pool import Ints
+from .tree import Root, Run
+
+DEVICE = "device"
+
+
+class Stored(NamedTuple):
+    """Blocks entered a tier. digests[i]'s parent is digests[i - 1]; digests[0]'s is `parent` (None: the root).
+
+    tokens  int32 [len(digests), block_size]
+    media   the framed key of media that start in the first of them, or b""
+    """
+
+    number: int
+    namespace: Namespace
+    tier: str
+    parent: bytes | None
+    digests: tuple[bytes, ...]
+    tokens: npt.NDArray[np.int32]
+    media: bytes
+
+
+class Removed(NamedTuple):
+    """Blocks left a tier, last first."""
+
+    number: int
+    namespace: Namespace
+    tier: str
+    digests: tuple[bytes, ...]
+
+
+class Cleared(NamedTuple):
+    """A whole namespace, or everything (None), left every tier."""
+
+    number: int
+    namespace: Namespace | None
+
+
+Event = Stored | Removed | Cleared
+
+
+class MissedEvents(BlockManagerError, LookupError):
+    """A consumer's stream has a gap: it must start again from a snapshot."""
+
+
+class Names:
+    """Digest of every committed block, uint8 [N, 16]; a listener of the tree."""
+
+    def __init__(self, manager: BlockManager, hasher: Hasher = xxh3_128) -> None:
+        self._pool, self._hasher = manager.pool, hasher
+        width = len(hasher(b""))
+        self.digests = np.zeros((manager.num_blocks, width), np.uint8)
+        self.hashed = 0  # blocks hashed so far
+
+    def root(self, namespace: Namespace) -> bytes:
+        return self._hasher(namespace.key)
+
+    def of(self, block: int) -> bytes:
+        return self.digests[block].tobytes()
+
+    def digest(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bytes:
+        """The name that a block with these tokens [B] has, or would have, behind this parent."""
+        above = self.root(root.namespace) if parent < 0 else self.of(parent)
+        return self._hasher(above + frame(media) + tokens.tobytes())
+
+    def name(self, root: Root, parent: int, blocks: Ints, media: bytes) -> tuple[bytes, ...]:
+        """Hash newly stored blocks, in order, and remember their names."""
+        names = []
+        for block, tokens in zip(blocks.tolist(), self._pool.tokens[blocks], strict=True):
+            names.append(self.digest(root, parent, tokens, media))
+            self.digests[block] = np.frombuffer(names[-1], np.uint8)
+            parent, media = block, b""
+        self.hashed += len(names)
+        return tuple(names)
+
+
+class EventLog:
+    """The last `capacity` events of a manager, numbered without gaps from 1.
+
+    hasher  bytes -> digest of fixed length. Names need not be collision-free for the manager to be right, only
+            for consumers that go by name alone; give a cryptographic hash where tenants share a tier.
+    """
+
+    def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
+        if capacity < 1:
+            raise InvalidConfig(f"capacity must be >= 1 events, got {capacity}")
+        self._manager = manager
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self.number = 0  # of the newest event
+        if manager.log is not None:
+            raise InvalidState("this manager has an event log already")
+        manager.flush()
+        manager.log = self
+        self._gone: dict[bytes, None] = {}  # names of evicted blocks, oldest first, at most N
+        self.names = Names(manager, hasher)
+        for run in manager.tree.runs():
+            self.names.name(run.root, run.anchor_block(), self._blocks(run), run.media)
+        manager.tree.listeners.append(self)
+
+    @staticmethod
+    def _blocks(run: Run) -> Ints:
+        return run.blocks[: run.length].astype(np.intp)
+
+    def close(self) -> None:
+        """Stop listening; what was logged stays readable."""
+        if self in self._manager.tree.listeners:
+            self._manager.tree.listeners.remove(self)
+            self._manager.log = None
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes, tier: str = DEVICE) -> None:
+        digests = self.names.name(root, parent, blocks, media)
+        for digest in digests:
+            self._gone.pop(digest, None)
+        above = None if parent < 0 else self.names.of(parent)
+        tokens = self._manager.pool.tokens[blocks]
+        self._events.append(Stored(self._next(), root.namespace, tier, above, digests, tokens, media))
+
+    def removed(self, root: Root, blocks: Ints) -> None:
+        digests = tuple(self.names.of(block) for block in blocks.tolist())
+        self._gone.update(dict.fromkeys(digests))
+        while len(self._gone) > self._manager.num_blocks:
+            del self._gone[next(iter(self._gone))]
+        self._events.append(Removed(self._next(), root.namespace, DEVICE, digests))
+
+    def cleared(self, root: Root | None) -> None:
+        self._events.append(Cleared(self._next(), root.namespace if root is not None else None))
+
+    def was_evicted(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bool:
+        """Whether the block with these tokens [B] behind this parent was evicted lately (among the last N)."""
+        return self.names.digest(root, parent, tokens, media) in self._gone
+
+    def since(self, number: int) -> tuple[list[Event], bool]:
+        """Events after `number`, oldest first, and whether older ones of them are gone."""
+        events = [event for event in self._events if event.number > number]
+        return events, number < self.number and (not events or events[0].number > number + 1)
+
+    def snapshot(self) -> tuple[int, list[Stored]]:
+        """The newest event's number and the tree as it is after it, as stored events that bear that number."""
+        self._manager.flush()
+        stored = []
+        for run in self._manager.tree.runs():
+            blocks, parent = self._blocks(run), run.anchor_block()
+            digests = tuple(self.names.of(block) for block in blocks.tolist())
+            above = None if parent < 0 else self.names.of(parent)
+            tokens = self._manager.pool.tokens[blocks]
+            stored.append(Stored(self.number, run.root.namespace, DEVICE, above, digests, tokens, run.media))
+        return self.number, stored
+
+
+@dataclass
+class TreeMirror:
+    """What a consumer knows from events: the blocks in each tier, by namespace and name.
+
+    blocks  (namespace key, tier, digest) -> (parent digest or None, token ids, media key)
+    """
+
+    number: int = 0
+    blocks: dict[tuple[bytes, str, bytes], tuple[bytes | None, tuple[int, ...], bytes]] = field(default_factory=dict)
+
+    def restart(self, number: int, stored: list[Stored]) -> None:
+        """Begin from an `EventLog.snapshot()`."""
+        self.number = number
+        self.blocks.clear()
+        for event in stored:
+            self._store(event)
+
+    def apply(self, event: Event) -> None:
+        """Follow one event. Raises MissedEvents unless its number is the next one, changing nothing."""
+        if event.number != self.number + 1:
+            raise MissedEvents(f"event {event.number} follows event {self.number}: take a snapshot")
+        self.number = event.number
+        if isinstance(event, Stored):
+            self._store(event)
+        elif isinstance(event, Removed):
+            for digest in event.digests:
+                del self.blocks[event.namespace.key, event.tier, digest]
+        else:
+            key = event.namespace.key if event.namespace is not None else None
+            self.blocks = {name: block for name, block in self.blocks.items() if key not in (None, name[0])}
+
+    def _store(self, event: Stored) -> None:
+        parent, media = event.parent, event.media
+        for digest, tokens in zip(event.digests, event.tokens.tolist(), strict=True):
+            self.blocks[event.namespace.key, event.tier, digest] = (parent, tuple(tokens), media)
+            parent, media = digest, b""
