@@ -84,7 +84,8 @@ class Names:
     def digest(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bytes:
         """The name that a block with these tokens [B] has, or would have, behind this parent."""
         above = self.root(root.namespace) if parent < 0 else self.of(parent)
-        return self._hasher(above + frame(media) + tokens.tobytes())
+        name: bytes = self._hasher(above + frame(media) + tokens.tobytes())
+        return name
 
     def name(self, root: Root, parent: int, blocks: Ints, media: bytes) -> tuple[bytes, ...]:
         """Hash newly stored blocks, in order, and remember their names."""

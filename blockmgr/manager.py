@@ -15,6 +15,7 @@ Single-threaded by design: one serving loop owns a manager. No clock, no environ
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from .namespace import DEFAULT, Namespace, media_keys
 from .pool import Blocks, Ints, Pool
 from .publication import Publication
 from .sequence import Batch, Sequence
+from .snapshot import Snapshot, restore, snapshot
 from .tables import Tables
 from .tokens import TokenIds, as_tokens
 from .tree import NO_BLOCKS, NO_MEDIA, Place, Root, Tree
@@ -586,6 +588,19 @@ class BlockManager:
         Raises LimitExceeded if the guarantees exceed the pool, InvalidConfig.
         """
         self.holds.guarantee(namespace, blocks)
+
+    # --- snapshots -----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The tree's metadata as a dict of arrays that numpy.savez can write; see snapshot.py."""
+        return snapshot(self)
+
+    def restore(self, got: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Bring a snapshot's prefixes back as cached; the caller vouches that their blocks still hold the KV.
+
+        Raises InvalidState unless this manager is empty, InvalidConfig if the snapshot does not fit it.
+        """
+        restore(self, got)
 
     # --- fences and checks ---------------------------------------------------------------------------------
 

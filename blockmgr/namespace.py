@@ -67,6 +67,23 @@ class Namespace:
             raise InvalidConfig(f"namespace extra must be a tuple, got {type(self.extra).__name__}")
         return b"".join(map(frame, (*head, len(self.extra), *self.extra)))
 
+    @staticmethod
+    def decode(key: bytes) -> Namespace:
+        """The namespace whose `key` this is. Raises InvalidConfig if it is none's."""
+        parts: list[Part] = []
+        at = 0
+        while at < len(key):
+            end = at + 9 + int.from_bytes(key[at + 1 : at + 9], "little")
+            tag, body = key[at : at + 1], key[at + 9 : end]
+            try:
+                parts.append({b"s": bytes.decode, b"b": bytes, b"i": int}[tag](body))  # type: ignore[operator]
+            except (KeyError, ValueError):
+                raise InvalidConfig(f"not an encoded namespace: {key[:40]!r}") from None
+            at = end
+        if at != len(key) or parts[5:6] != [len(parts) - 6]:
+            raise InvalidConfig(f"not an encoded namespace: {key[:40]!r}")
+        return Namespace(parts[0], parts[1], parts[2], parts[3], parts[4], tuple(parts[6:]))
+
 
 DEFAULT = Namespace()
 

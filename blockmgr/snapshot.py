@@ -1,0 +1,119 @@
+"""Snapshot and restore: the tree's metadata, for a restart that keeps its KV memory or for looking at it elsewhere.
+
+A snapshot is a dict of plain arrays that `numpy.savez` writes and `numpy.load` reads, no pickle needed:
+
+    geometry    int64 [2]       num_blocks, block_size
+    namespaces  uint8 [.]       encoded namespaces, one after the other;  namespace_ends  int64 [roots]
+    media       uint8 [.]       media keys of runs;                      media_ends      int64 [runs]
+    root, parent, at  int32 [runs]   the run's root; the run it hangs from (-1: the root); behind how many blocks
+    ends        int64 [runs]    blocks[ends[i - 1] : ends[i]] are run i's
+    blocks      int32 [.]       physical blocks, in run order, parents before children
+    tokens      int32 [., B]    their token ids
+    last_use    float64 [.]     their recency;  scores  float64 [.]  their score, if the order keeps one
+    tick        int64 [1]
+
+Whoever restores it vouches that the blocks still hold the KV: ids are restored as they were. Sequences, leases, pins
+and fences are not part of it; everything comes back as cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidConfig, InvalidState
+from .namespace import Namespace
+from .tree import Run
+
+if TYPE_CHECKING:
+    from .manager import BlockManager
+
+Snapshot = dict[str, npt.NDArray[Any]]
+
+
+def snapshot(manager: BlockManager) -> Snapshot:
+    """See BlockManager.snapshot."""
+    manager.flush()
+    tree = manager.tree
+    roots = list(tree.roots.values())
+    runs = [run for root in roots for run in tree.runs(root)]
+    number = {id(run): index for index, run in enumerate(runs)}
+    parts = [run.blocks[: run.length] for run in runs]
+    blocks = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    got: Snapshot = {
+        "geometry": np.array([manager.num_blocks, manager.block_size]),
+        "root": np.array([roots.index(run.root) for run in runs], np.int32),
+        "parent": np.array([number.get(id(run.parent), -1) for run in runs], np.int32),
+        "at": np.array([run.at for run in runs], np.int32),
+        "ends": np.cumsum([len(part) for part in parts], dtype=np.int64),
+        "blocks": blocks,
+        "tokens": manager.pool.tokens[blocks],
+        "last_use": tree.last_use[blocks],
+        "tick": np.array([tree.tick]),
+    }
+    got["namespaces"], got["namespace_ends"] = _pack([root.namespace.key for root in roots])
+    got["media"], got["media_ends"] = _pack([run.media for run in runs])
+    if tree.order.scores is not None:
+        got["scores"] = tree.order.scores[blocks]
+    return got
+
+
+def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
+    """See BlockManager.restore."""
+    tree, pool = manager.tree, manager.pool
+    geometry = tuple(np.asarray(got["geometry"]).tolist())
+    if geometry != (pool.num_blocks, pool.block_size):
+        raise InvalidConfig(f"a snapshot of {geometry} (blocks, tokens each) does not fit a pool of "
+                            f"{(pool.num_blocks, pool.block_size)}")  # fmt: skip
+    if pool.free != pool.num_blocks or manager.sequences or not manager.caching:
+        raise InvalidState("only an empty manager with caching on can be restored into")
+    blocks = np.asarray(got["blocks"]).astype(np.intp)
+    if len(np.unique(blocks)) != len(blocks) or (
+        len(blocks) and not 0 <= blocks.min() <= blocks.max() < pool.num_blocks
+    ):
+        raise InvalidConfig("the snapshot names a block twice or one outside the pool")
+    if ("scores" in got and tree.order.scores is None) or ("scores" not in got and tree.order.scores is not None):
+        raise InvalidConfig("the snapshot was taken under another kind of eviction order")
+    roots = []
+    for key in _unpack(got["namespaces"], got["namespace_ends"]):
+        roots.append(tree.root(Namespace.decode(key)))
+        tree.keep(roots[-1])
+    pool.tokens[blocks] = got["tokens"]
+    tree.last_use[blocks] = got["last_use"]
+    tree.tick = int(got["tick"][0])
+    pool.committed[blocks] = True
+    pool.cached = len(blocks)
+    free = np.setdiff1d(np.arange(pool.num_blocks), blocks)[::-1]
+    pool.free = 0
+    pool.give(free)
+    runs: list[Run] = []
+    bounds = pairwise([0, *np.asarray(got["ends"]).tolist()])
+    media = _unpack(got["media"], got["media_ends"])
+    for (start, end), root_index, parent, at, key in zip(
+        bounds, got["root"].tolist(), got["parent"].tolist(), got["at"].tolist(), media, strict=True
+    ):
+        root = roots[root_index]
+        run = Run(root if parent < 0 else runs[parent], at, blocks[start:end].astype(np.int32), key, root)
+        tree.branches.setdefault(run.anchor_block(), {})[pool.tokens[run.blocks[0]].tobytes() + key] = run
+        root.resident += run.length
+        root.idle += run.length
+        tree.order.stored(blocks[start:end], tree.tick)
+        for listener in tree.listeners:
+            listener.stored(root, run.anchor_block(), blocks[start:end], key)
+        runs.append(run)
+    if tree.order.scores is not None:
+        tree.order.scores[blocks] = got["scores"]
+    for run in runs:
+        tree.offer(run)
+
+
+def _pack(parts: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    return np.frombuffer(b"".join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def _unpack(data: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[bytes]:
+    return [np.asarray(data)[a:b].tobytes() for a, b in pairwise([0, *np.asarray(ends).tolist()])]
