@@ -79,7 +79,7 @@ class Names:
         return self._hasher(namespace.key)
 
     def of(self, block: int) -> bytes:
-        return self.digests[block].tobytes()
+        return bytes(self.digests[block])
 
     def digest(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bytes:
         """The name that a block with these tokens [B] has, or would have, behind this parent."""
