@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager, BlockManagerError, Namespace
+from blockmgr import BlockManager, BlockManagerError, Namespace, metrics
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -86,7 +86,9 @@ def serve(engine: Engine, requests: list[Request]) -> None:
 
 def assert_nothing_held(manager: BlockManager) -> None:
     manager.check()
-    assert not manager.pool.lease.any() and manager.promised == 0 and not manager.sequences
+    held = metrics.read(manager)
+    assert (held["leased"], held["fenced"], held["promised"], held["sequences"]) == (0, 0, 0, 0)
+    assert held["free"] + held["cached"] == manager.num_blocks
 
 
 def prompts(shared: int, unique: int, count: int) -> list[Any]:

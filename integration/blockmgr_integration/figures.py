@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from blockmgr import BlockManager
+from blockmgr import BlockManager, metrics
 
 from .rows import Array
 
@@ -69,11 +69,7 @@ class PeakWatch:
         self.tail_waste = 0
 
     def __call__(self, plan: Any) -> None:
-        leases = self.manager.pool.lease
-        leased = int(np.count_nonzero(leases[: self.manager.num_blocks]))
+        leased = self.manager.pool.leased
         if leased > self.blocks:
-            size = self.manager.block_size
-            self.blocks, self.leases = leased, leases[: self.manager.num_blocks].copy()
-            self.tail_waste = sum(
-                len(s.block_table) * size - s.length for s in self.manager.sequences.values() if s.live
-            )
+            self.blocks, self.leases = leased, self.manager.pool.lease.copy()
+            self.tail_waste = int(metrics.read(self.manager)["tail_waste_tokens"])
