@@ -97,6 +97,7 @@ class BlockManager:
         reserve: int = 0,
         wait: bool = True,
         media: Iterable[tuple[int, bytes]] = (),
+        at_most: int | None = None,
         request_id: Hashable = None,
     ) -> Sequence | NoSpace | NeverFits | Pending:
         """Match, lease, evict what is needed and allocate, all or nothing.
@@ -106,6 +107,7 @@ class BlockManager:
         reserve     tokens this request may generate; blocks for them are promised now and taken as it grows
         wait        answer Pending while a live sequence is computing more of this prefix; False: compute it again
         media       (position, identity bytes) of images and other content that token ids don't tell apart
+        at_most     reuse no more than so many leading tokens (to get logits of earlier ones, say)
         request_id  any hashable; a second live request with the same one is refused
 
         Returns the live Sequence, or a falsy answer that changed nothing: NeverFits (blocks needed, blocks there
@@ -119,9 +121,9 @@ class BlockManager:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
         root = self.tree.root(namespace)
-        place = self._match(root, tokens, keys)
+        place = self._match(root, tokens, keys, len(tokens) - 1 if at_most is None else at_most)
         idle = self.pool.idle(place.blocks)
-        refusal = self._refusal(root, place, idle, tokens, keys, reserve, wait)
+        refusal = self._refusal(root, place, idle, tokens, keys, reserve, wait and at_most is None)
         if refusal is not None:
             self.counters.refused += 1
             return refusal
@@ -134,9 +136,10 @@ class BlockManager:
             self._maybe_check()
         return seq
 
-    def _match(self, root: Root, tokens: Blocks, media: Mapping[int, bytes]) -> Place:
-        limit = (len(tokens) - 1) // self.block_size
-        if not limit or not self.caching:
+    def _match(self, root: Root, tokens: Blocks, media: Mapping[int, bytes], most: int) -> Place:
+        """The place behind the longest cached prefix of whole blocks, `most` tokens and one less than all at most."""
+        limit = min(most, len(tokens) - 1) // self.block_size
+        if limit <= 0 or not self.caching:
             return Place(root, 0, NO_BLOCKS)
         return self.tree.match(root, tokens, limit, media)
 
@@ -496,7 +499,7 @@ class BlockManager:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
         root = self.tree.root(seq.root.namespace) if seq.root.dead else seq.root
-        place = self._match(root, tokens, seq.media)
+        place = self._match(root, tokens, seq.media, len(tokens))
         idle = self.pool.idle(place.blocks)
         refusal = self._refusal(root, place, idle, tokens, seq.media, reserve, wait=False)
         if refusal is not None:
@@ -520,9 +523,18 @@ class BlockManager:
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> int:
         """Leading tokens of the prompt that admission would reuse in whole blocks. No side effects."""
+        return len(self.match(prompt, namespace, media=media).blocks) * self.block_size
+
+    def match(
+        self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
+    ) -> Place:
+        """Where admission of this prompt would start to compute: a place of the tree, with the blocks up to it.
+
+        Valid until the next changing call: a match is never remembered across attempts. No side effects.
+        """
         tokens = as_tokens(prompt)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        return len(self._match(self.tree.root(namespace), tokens, keys).blocks) * self.block_size
+        return self._match(self.tree.root(namespace), tokens, keys, len(tokens))
 
     def explain(
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()

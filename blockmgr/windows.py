@@ -1,0 +1,259 @@
+"""Sliding-window groups: block tables for the layers that look back only so far, beside a manager's own.
+
+A model that mixes full and sliding-window attention keeps two KV memories. The manager's blocks serve the layers
+with full attention; a WindowGroup gives the same sequences blocks of a second, smaller pool for the others, drops
+those that have left the window, and limits reuse to prefixes whose window is still there:
+
+    window 8, blocks of 4, 16 tokens cached:   full    [ b0   b1   b2  b3  | new ]
+                                               window  [ null null w2  w3  | new ]     null is -1
+
+    twin   int32 [N]   the window block with the same content as the manager's committed block b, or -1
+    owner  int32 [M]   the inverse: the manager's block that a window block is twin of, or -1
+
+States of a window block are those of the pool (pool.py), `committed` meaning that it is a twin. A cached twin is
+evicted by itself, least recently used first, shallow before deep: unlike in the tree a hole before the window
+harms nobody. When the manager's block goes, its twin goes. Fences: open tickets on the group as on the manager.
+
+A sequence of a group is admitted, grown, committed, trimmed and freed through the group. It can't be forked, and
+is preempted by freeing it and admitting its tokens again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .answers import NeverFits, NoSpace, Pending, Step
+from .audit import broken
+from .errors import InvalidConfig, InvalidHandle, InvalidState
+from .manager import BlockManager
+from .namespace import DEFAULT, Namespace
+from .pool import Blocks, Ints, Pool
+from .sequence import Sequence
+from .tokens import TokenIds, as_tokens
+from .tree import Root
+
+
+class WindowGroup:
+    """Window blocks for the sequences of one manager.
+
+    window      tokens that a query sees, itself included
+    num_blocks  blocks of the group's own pool; block size is the manager's
+    Raises InvalidConfig.
+    """
+
+    def __init__(self, manager: BlockManager, window: int, num_blocks: int) -> None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise InvalidConfig(f"window must be an int >= 1 tokens, got {window!r}")
+        self.manager, self.window = manager, window
+        self.pool = Pool(num_blocks, manager.block_size)
+        self.twin = np.full(manager.num_blocks, -1, np.int32)
+        self.owner = np.full(num_blocks, -1, np.int32)
+        self._tables: dict[int, list[int]] = {}  # by the sequence's serial
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached twins, the next to go first
+        manager.tree.listeners.append(self)
+
+    def first_block(self, tokens: int) -> int:
+        """The first block that the query behind `tokens` tokens can see."""
+        return max(0, tokens - self.window + 1) // self.manager.block_size
+
+    def block_table(self, seq: Sequence) -> Blocks:
+        """int32 [blocks]: the sequence's window blocks, -1 where they were dropped. Raises InvalidHandle."""
+        return np.array(self._table(seq), np.int32)
+
+    def slots(self, seq: Sequence, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """int64 [stop - start]: window slots of token positions start .. stop - 1, -1 where dropped."""
+        size = self.manager.block_size
+        positions = np.arange(start, stop)
+        blocks = self.block_table(seq)[positions // size].astype(np.int64)
+        return np.where(blocks < 0, -1, blocks * size + positions % size)
+
+    # --- admission -----------------------------------------------------------------------------------------
+
+    def lookup(self, prompt: TokenIds, namespace: Namespace = DEFAULT) -> int:
+        """Leading tokens that admission would reuse: the longest cached prefix whose window is there too."""
+        tokens = as_tokens(prompt)
+        blocks = self.manager.match(tokens, namespace).blocks
+        return self._boundary(blocks) * self.manager.block_size
+
+    def _boundary(self, blocks: Ints) -> int:
+        """The longest prefix, in blocks, the last blocks of which all have twins back to the window's start."""
+        there = self.twin[blocks] >= 0
+        run = 0
+        best = 0
+        for index, twin in enumerate(there.tolist(), start=1):
+            run = run + 1 if twin else 0
+            if run >= index - self.first_block(index * self.manager.block_size):
+                best = index
+        return best
+
+    def admit(
+        self,
+        prompt: TokenIds,
+        namespace: Namespace = DEFAULT,
+        *,
+        reserve: int = 0,
+        wait: bool = True,
+        media: Iterable[tuple[int, bytes]] = (),
+        request_id: Any = None,
+    ) -> Sequence | NoSpace | NeverFits | Pending:
+        """BlockManager.admit for both pools at once: both have room, or nothing changes.
+
+        A prompt longer than the window's pool must be able to be there whole until it is computed: NeverFits counts
+        the smaller of the pools. `reserve` is a promise of the manager's blocks only.
+        """
+        tokens, size = as_tokens(prompt), self.manager.block_size
+        matched = self.manager.match(tokens, namespace, media=media).blocks
+        boundary = self._boundary(matched)
+        first = self.first_block(boundary * size)
+        twins = self.twin[matched[first:boundary]].astype(np.intp)
+        total = -(-len(tokens) // size)
+        if total - first > self.pool.num_blocks:
+            return NeverFits(total - first, self.pool.num_blocks)
+        idle = self.pool.idle(twins)
+        missing = total - boundary - (self.pool.reclaimable - idle)
+        if missing > 0:
+            return NoSpace(missing)
+        seq = self.manager.admit(
+            tokens, namespace, reserve=reserve, wait=wait, media=media, request_id=request_id, at_most=boundary * size
+        )
+        if not isinstance(seq, Sequence):
+            return seq
+        self.pool.hold(twins, idle)
+        for block in twins.tolist():
+            self._idle.pop(block, None)
+        self._tables[seq.serial] = [-1] * first + twins.tolist() + self._take(total - boundary)
+        return seq
+
+    # --- growth and commit ---------------------------------------------------------------------------------
+
+    def grow(self, seq: Sequence, n: int = 1) -> Step:
+        """BlockManager.grow for one sequence in both pools; Step.slots are the manager's, see `slots` for these."""
+        table, size = self._table(seq), self.manager.block_size
+        need = -(-(seq.length + n) // size) - len(table)
+        if need > self.pool.reclaimable:
+            return Step(np.full(n, -1, np.int64), np.empty((0, 3), np.int32), (seq,))
+        step = self.manager.grow(seq, n)
+        if not step.starved:
+            table += self._take(max(0, need))
+        return step
+
+    def commit(self, seq: Sequence, tokens: int | TokenIds) -> None:
+        """BlockManager.commit; then full blocks become twins, and those that left the window are dropped."""
+        if seq.serial not in self._tables:
+            return
+        table, start = self._table(seq), seq.published
+        self.manager.commit(seq, tokens)
+        for index, block in enumerate(seq.block_table[start : seq.published].tolist(), start):
+            mine = table[index]
+            if mine >= 0 and self.twin[block] < 0 and not self.pool.committed[mine]:
+                self.twin[block], self.owner[mine] = mine, block
+                self.pool.committed[mine] = True
+        self._drop_before(table, self.first_block(seq.computed))
+
+    def trim(self, seq: Sequence, length: int) -> None:
+        """BlockManager.trim. Raises InvalidState if the window behind `length` tokens was dropped already."""
+        table, size = self._table(seq), self.manager.block_size
+        keep = -(-length // size)
+        if -1 in table[self.first_block(length) : keep]:
+            raise InvalidState(f"{seq!r} can't go back to {length} tokens: blocks of that window were dropped")
+        tail = table[keep - 1] if length % size else -1
+        if tail >= 0 and (self.pool.committed[tail] or self.pool.lease[tail] > 1):
+            raise InvalidState(f"{seq!r} can't go back to {length} tokens: that window block is shared")
+        self.manager.trim(seq, length)
+        self._release(table[keep:])
+        del table[keep:]
+
+    def free(self, seq: Sequence) -> None:
+        """BlockManager.free, and the sequence's window blocks."""
+        table = self._table(seq)
+        self.manager.free(seq)
+        del self._tables[seq.serial]
+        self._release(table)
+
+    def _table(self, seq: Sequence) -> list[int]:
+        if seq.manager is not self.manager or seq.serial not in self._tables:
+            raise InvalidHandle(f"{seq!r} was not admitted through this window group")
+        return self._tables[seq.serial]
+
+    def _drop_before(self, table: list[int], first: int) -> None:
+        self._release(table[:first])
+        table[:first] = [-1] * min(first, len(table))
+
+    def _release(self, table: list[int]) -> None:
+        blocks = np.array([block for block in table if block >= 0], np.intp)
+        self.pool.drop(blocks, 0)
+        for block in blocks.tolist():
+            if self.pool.lease[block] == 0 and self.pool.committed[block]:
+                self._idle[block] = None
+
+    def _take(self, count: int) -> list[int]:
+        while self.pool.free < count:
+            self._forget(self._idle.popitem(last=False)[0])
+        return [int(block) for block in self.pool.take(count)]
+
+    def _forget(self, block: int) -> None:
+        """A cached twin becomes free."""
+        self.twin[self.owner[block]] = -1
+        self.owner[block] = -1
+        self.pool.committed[block] = False
+        self.pool.cached -= 1
+        self.pool.give(np.array([block]))
+
+    # --- the tree's changes --------------------------------------------------------------------------------
+
+    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes) -> None:
+        pass
+
+    def removed(self, root: Root, blocks: Ints) -> None:
+        """Blocks left the tree, so nobody leases their twins."""
+        for block in self.twin[blocks].tolist():
+            if block >= 0:
+                self._part(block)
+
+    def cleared(self, root: Root | None) -> None:
+        gone = ((self.twin >= 0) & ~self.manager.pool.committed).nonzero()[0]
+        for block in self.twin[gone].tolist():
+            self._part(block)
+
+    def _part(self, block: int) -> None:
+        """A twin loses its owner: free if nobody leases it, else private to who does."""
+        if block in self._idle:
+            del self._idle[block]
+            self._forget(block)
+        else:
+            self.twin[self.owner[block]] = -1
+            self.owner[block] = -1
+            self.pool.committed[block] = False
+
+    def check(self) -> None:
+        """Verify the manager's invariants and the group's; raises InvariantViolation."""
+        self.manager.check()
+        pool = self.pool
+        lease = np.zeros(pool.num_blocks, np.int64)
+        for serial, table in self._tables.items():
+            seq = self.manager.sequences[serial]
+            blocks = np.array([block for block in table if block >= 0], np.intp)
+            lease[blocks] += 1
+            if len(table) != len(seq.block_table):
+                raise broken(7, f"{seq!r} has {len(seq.block_table)} blocks and {len(table)} window blocks")
+            if -1 in table[self.first_block(seq.computed) :]:
+                raise broken(7, f"{seq!r} lacks blocks inside its window: {table}")
+        if (lease != pool.lease).any():
+            block = int((lease != pool.lease).argmax())
+            raise broken(4, f"window block {block} has lease count {pool.lease[block]}, {lease[block]} tables name it")
+        twins = self.twin[self.twin >= 0]
+        if len(np.unique(twins)) != len(twins) or (self.owner[twins] != (self.twin >= 0).nonzero()[0]).any():
+            raise broken(17, "twins and owners of window blocks disagree")
+        if (pool.committed != (self.owner >= 0)).any() or not self.manager.pool.committed[self.twin >= 0].all():
+            raise broken(17, "a window block is committed without an owner in the tree")
+        cached = set(((pool.lease == 0) & pool.committed).nonzero()[0].tolist())
+        if cached != set(self._idle) or pool.cached != len(cached):
+            raise broken(1, f"window blocks {cached} are cached, listed are {set(self._idle)}, counted {pool.cached}")
+        free = set(((pool.lease == 0) & ~pool.committed).nonzero()[0].tolist())
+        if free != set(pool.stack[: pool.free].tolist()) or len(free) != pool.free:
+            raise broken(1, f"window blocks {free} are free, listed are {pool.stack[: pool.free].tolist()}")
