@@ -70,7 +70,7 @@ class Growth:
                     return None
                 tables.promise[grown] = np.maximum(promise - 1, 0)
                 self.promised -= covered
-            blocks = self.take(count, None)
+            blocks = pool.take(count) if count <= pool.free else self.take(count, None)
             tables.widen_by_one()
             column = tables.count[grown]
             tables.blocks[grown, column] = blocks

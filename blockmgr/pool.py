@@ -76,6 +76,8 @@ class Pool:
 
     def idle(self, blocks: Ints) -> int:
         """How many of these committed blocks are in the state cached."""
+        if not len(blocks):
+            return 0
         counts = self.lease[blocks]
         if self.fences:
             counts += self.fence[blocks]
@@ -126,10 +128,10 @@ class Pool:
         return self._settle(released)
 
     def _settle(self, blocks: Ints) -> int:
-        """Blocks that nothing holds any more: cached if the tree has them, else free."""
-        committed = self.committed[blocks]
-        cached = int(np.count_nonzero(committed))
+        """Blocks that nothing holds any more: cached if the tree has them, else free. In table order, so that the
+        committed ones come first."""
+        cached = int(np.count_nonzero(self.committed[blocks]))
         self.cached += cached
         if cached < len(blocks):
-            self.give(blocks[~committed])
+            self.give(blocks[cached:])
         return cached

@@ -144,7 +144,9 @@ class Tree:
         parts: list[Blocks] = []
         while pos < limit:
             if at < run.length and pos not in media:
-                count = self._stretch(min(run.length - at, limit - pos), pos, media)
+                count = min(run.length - at, limit - pos)
+                if media:
+                    count = self._stretch(count, pos, media)
                 same = self._equal(run.blocks[at : at + count], tokens[pos * size : (pos + count) * size])
                 at += same
                 pos += same
@@ -179,7 +181,7 @@ class Tree:
     @staticmethod
     def _stretch(count: int, pos: int, media: Mapping[int, bytes]) -> int:
         """`count`, cut so that pos + count passes no block that carries a media key."""
-        return min([count, *(index - pos for index in media if index > pos)]) if media else count
+        return min([count, *(index - pos for index in media if index > pos)])
 
     # --- growing -------------------------------------------------------------------------------------------
 
@@ -200,7 +202,9 @@ class Tree:
             mine = blocks[pos - start :]
             head = pool.tokens[mine[0]].tobytes()
             if at < run.length and pos not in media and pool.tokens[run.blocks[at]].tobytes() == head:
-                count = self._stretch(min(run.length - at, len(mine)), pos, media)
+                count = min(run.length - at, len(mine))
+                if media:
+                    count = self._stretch(count, pos, media)
                 theirs = run.blocks[at : at + count]
                 same = self._equal(theirs, pool.tokens.take(mine[:count], axis=0).reshape(-1))
                 duplicates.append((pos, theirs[:same].copy()))
@@ -214,7 +218,7 @@ class Tree:
                 duplicates.append((pos, child.blocks[:1].copy()))
                 run, at, pos = child, 1, pos + 1
                 continue
-            count = self._stretch(len(mine), pos, media)
+            count = self._stretch(len(mine), pos, media) if media else len(mine)
             new = mine[:count]
             if at and at == run.length and pos not in media:
                 if run.writer is not None:
