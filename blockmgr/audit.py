@@ -81,13 +81,12 @@ def _fences(m: BlockManager) -> None:
     for ticket in m.tickets.active:
         for blocks, _ in ticket.records:
             count[blocks] += 1
-    for seq in m.sequences.values():
-        for path in seq.sources:
-            count[path] += 1
+    for guard in m.tickets.guards:
+        count[guard.path] += 1
     odd = count != m.pool.fence
     if odd.any():
         b = int(odd.argmax())
-        raise broken(30, f"block {b} has fence count {m.pool.fence[b]}, {count[b]} open tickets and copies name it")
+        raise broken(30, f"block {b} has fence count {m.pool.fence[b]}, {count[b]} tickets and guards name it")
 
 
 def _tables(m: BlockManager) -> None:
@@ -132,7 +131,7 @@ def _tree(m: BlockManager) -> None:
             resident += len(blocks)
             held = pool.lease[blocks] + pool.fence[blocks]
             idle += int(np.count_nonzero(held == 0))
-            above = _held(m, run.anchor_block()) if run.parent is not root else 1
+            above = _held(m, run.above(0)) if run.parent is not root else 1
             if (np.diff((np.append(above, held) > 0).astype(int)) > 0).any():
                 raise broken(18, f"run {blocks.tolist()} is held below a block that is not: {above} {held.tolist()}")
         if (resident, idle) != (root.resident, root.idle):

@@ -4,9 +4,7 @@
     events, gap = log.since(number)  the retained events after that number; gap: some were dropped, take a snapshot
     TreeMirror().apply(event)        the consumer's side
 
-A block's name is a digest chained over its ancestors: H(parent's name, framed media key, token ids), where a root's
-name is H(encoded namespace). Each block is hashed once, when it enters the tree; a hit hashes nothing and emits
-nothing. Without a log nothing of this exists and committing costs nothing extra.
+A hit emits nothing. Without a log nothing of this exists and committing costs nothing extra.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ import numpy.typing as npt
 
 from .errors import BlockManagerError, InvalidConfig, InvalidState
 from .manager import BlockManager
-from .namespace import Hasher, Namespace, frame, xxh3_128
-from .pool import Ints
+from .names import name_blocks
+from .namespace import Hasher, Namespace, xxh3_128
+from .pool import Blocks, Ints
 from .tree import Root, Run
 
 DEVICE = "device"
@@ -66,43 +65,10 @@ class MissedEvents(BlockManagerError, LookupError):
     """A consumer's stream has a gap: it must start again from a snapshot."""
 
 
-class Names:
-    """Digest of every committed block, uint8 [N, 16]; a listener of the tree."""
-
-    def __init__(self, manager: BlockManager, hasher: Hasher = xxh3_128) -> None:
-        self._pool, self._hasher = manager.pool, hasher
-        width = len(hasher(b""))
-        self.digests = np.zeros((manager.num_blocks, width), np.uint8)
-        self.hashed = 0  # blocks hashed so far
-
-    def root(self, namespace: Namespace) -> bytes:
-        return self._hasher(namespace.key)
-
-    def of(self, block: int) -> bytes:
-        return bytes(self.digests[block])
-
-    def digest(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bytes:
-        """The name that a block with these tokens [B] has, or would have, behind this parent."""
-        above = self.root(root.namespace) if parent < 0 else self.of(parent)
-        name: bytes = self._hasher(above + frame(media) + tokens.tobytes())
-        return name
-
-    def name(self, root: Root, parent: int, blocks: Ints, media: bytes) -> tuple[bytes, ...]:
-        """Hash newly stored blocks, in order, and remember their names."""
-        names = []
-        for block, tokens in zip(blocks.tolist(), self._pool.tokens[blocks], strict=True):
-            names.append(self.digest(root, parent, tokens, media))
-            self.digests[block] = np.frombuffer(names[-1], np.uint8)
-            parent, media = block, b""
-        self.hashed += len(names)
-        return tuple(names)
-
-
 class EventLog:
     """The last `capacity` events of a manager, numbered without gaps from 1.
 
-    hasher  bytes -> digest of fixed length. Names need not be collision-free for the manager to be right, only
-            for consumers that go by name alone; give a cryptographic hash where tenants share a tier.
+    hasher  see Names; ignored if the manager's blocks have names already (a host tier gave them)
     """
 
     def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
@@ -116,9 +82,7 @@ class EventLog:
         manager.flush()
         manager.log = self
         self._gone: dict[bytes, None] = {}  # names of evicted blocks, oldest first, at most N
-        self.names = Names(manager, hasher)
-        for run in manager.tree.runs():
-            self.names.name(run.root, run.anchor_block(), self._blocks(run), run.media)
+        self.names = name_blocks(manager, hasher)
         manager.tree.listeners.append(self)
 
     @staticmethod
@@ -135,23 +99,38 @@ class EventLog:
         self.number += 1
         return self.number
 
-    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes, tier: str = DEVICE) -> None:
-        digests = self.names.name(root, parent, blocks, media)
-        for digest in digests:
-            self._gone.pop(digest, None)
+    def _stored(self, number: int, run: Run, start: int, blocks: Ints) -> Stored:
+        parent = run.above(start)
         above = None if parent < 0 else self.names.of(parent)
         tokens = self._manager.pool.tokens[blocks]
-        self._events.append(Stored(self._next(), root.namespace, tier, above, digests, tokens, media))
+        digests = self.names.of_all(blocks)
+        return Stored(number, run.root.namespace, DEVICE, above, digests, tokens, run.media_at(start))
 
-    def removed(self, root: Root, blocks: Ints) -> None:
-        digests = tuple(self.names.of(block) for block in blocks.tolist())
+    def stored(self, run: Run, start: int, blocks: Ints) -> None:
+        event = self._stored(self._next(), run, start, blocks)
+        for digest in event.digests:
+            self._gone.pop(digest, None)
+        self._events.append(event)
+
+    def removed(self, run: Run, start: int, blocks: Ints) -> None:
+        digests = self.names.of_all(blocks[::-1])
         self._gone.update(dict.fromkeys(digests))
         while len(self._gone) > self._manager.num_blocks:
             del self._gone[next(iter(self._gone))]
-        self._events.append(Removed(self._next(), root.namespace, DEVICE, digests))
+        self._events.append(Removed(self._next(), run.root.namespace, DEVICE, digests))
 
     def cleared(self, root: Root | None) -> None:
         self._events.append(Cleared(self._next(), root.namespace if root is not None else None))
+
+    def stored_in(
+        self, tier: str, namespace: Namespace, parent: bytes | None, digest: bytes, tokens: Blocks, media: bytes
+    ) -> None:
+        """A block [B] was copied into another tier."""
+        self._events.append(Stored(self._next(), namespace, tier, parent, (digest,), tokens.reshape(1, -1), media))
+
+    def removed_from(self, tier: str, namespace: Namespace, digest: bytes) -> None:
+        """A block left another tier."""
+        self._events.append(Removed(self._next(), namespace, tier, (digest,)))
 
     def was_evicted(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bool:
         """Whether the block with these tokens [B] behind this parent was evicted lately (among the last N)."""
@@ -165,14 +144,8 @@ class EventLog:
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The newest event's number and the tree as it is after it, as stored events that bear that number."""
         self._manager.flush()
-        stored = []
-        for run in self._manager.tree.runs():
-            blocks, parent = self._blocks(run), run.anchor_block()
-            digests = tuple(self.names.of(block) for block in blocks.tolist())
-            above = None if parent < 0 else self.names.of(parent)
-            tokens = self._manager.pool.tokens[blocks]
-            stored.append(Stored(self.number, run.root.namespace, DEVICE, above, digests, tokens, run.media))
-        return self.number, stored
+        runs = self._manager.tree.runs()
+        return self.number, [self._stored(self.number, run, 0, self._blocks(run)) for run in runs]
 
 
 @dataclass

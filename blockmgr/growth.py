@@ -131,8 +131,7 @@ class Growth:
 
     def guard(self, seq: Sequence, path: Ints) -> None:
         """A copy out of the last block of this path was handed out: fence it until the sequence's next commit."""
-        seq.root.idle -= self._pool.guard(path)
-        seq.sources.append(path)
+        seq.sources.append(self._tickets.guard(path, seq.root))
         self.copying.add(seq)
         self._counters.block_copies += 1
 
@@ -140,6 +139,4 @@ class Growth:
         """The copies handed out with this sequence's room have been made: release their sources."""
         sources, seq.sources, seq.copies = seq.sources, [], NO_COPIES
         self.copying.discard(seq)
-        for path in sources:
-            seq.root.idle += self._pool.unfence(path)
-        self._tree.offer_unfenced()
+        self._tickets.release(sources)

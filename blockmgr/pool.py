@@ -91,7 +91,7 @@ class Pool:
         self.lease[blocks] += 1
 
     def drop(self, blocks: Ints, tickets: int) -> int:
-        """Remove one lease from each block; returns how many of them became cached.
+        """Remove one lease from each block, committed ones first; returns how many of them became cached.
 
         With tickets open each block gains that many fences instead of becoming reclaimable.
         """
@@ -118,7 +118,7 @@ class Pool:
         return idle
 
     def unfence(self, blocks: Ints) -> int:
-        """Remove one fence from each block; returns how many of them became cached."""
+        """Remove one fence from each block, committed ones first; returns how many of them became cached."""
         counts = self.fence[blocks]
         counts -= 1
         self.fence[blocks] = counts

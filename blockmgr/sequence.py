@@ -23,6 +23,7 @@ from .pool import Blocks, Ints
 from .tree import Root, Run
 
 if TYPE_CHECKING:
+    from .fences import Guard
     from .manager import BlockManager
 
 NO_COPIES: Blocks = np.empty((0, 3), np.int32)
@@ -70,7 +71,7 @@ class Sequence:
         self.run: Run = root
         self.at = self.published = self.cached = 0
         self.copies = NO_COPIES
-        self.sources: list[Ints] = []  # paths guarded until the copy out of their last block is acknowledged
+        self.sources: list[Guard] = []  # for copies handed out with its room, until its next commit
         self.leading: tuple[int, bytes] | None = None  # its entry among the manager's leaders
         self.batch: Batch | None = None
         self.index = -1  # its position there

@@ -98,12 +98,12 @@ def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
     ):
         root = roots[root_index]
         run = Run(root if parent < 0 else runs[parent], at, blocks[start:end].astype(np.int32), key, root)
-        tree.branches.setdefault(run.anchor_block(), {})[pool.tokens[run.blocks[0]].tobytes() + key] = run
+        tree.branches.setdefault(run.above(0), {})[pool.tokens[run.blocks[0]].tobytes() + key] = run
         root.resident += run.length
         root.idle += run.length
         tree.order.stored(blocks[start:end], tree.tick)
         for listener in tree.listeners:
-            listener.stored(root, run.anchor_block(), blocks[start:end], key)
+            listener.stored(run, 0, blocks[start:end])
         runs.append(run)
     if tree.order.scores is not None:
         tree.order.scores[blocks] = got["scores"]

@@ -62,10 +62,14 @@ class Run:
         """What a run that hangs behind the first `at` blocks is registered under."""
         return int(self.blocks[at - 1]) if at else self.root.number
 
-    def anchor_block(self) -> int:
-        """The block this run hangs from, negative for a root."""
+    def above(self, start: int) -> int:
+        """The anchor of this run's block `start`: the block before it, or what the run hangs from."""
         assert self.parent is not None
-        return self.parent.anchor(self.at)
+        return int(self.blocks[start - 1]) if start else self.parent.anchor(self.at)
+
+    def media_at(self, start: int) -> bytes:
+        """The media key of this run's block `start`: only its first can have one."""
+        return b"" if start else self.media
 
 
 class Root(Run):
@@ -92,11 +96,11 @@ class Place(NamedTuple):
 
 
 class Listener(Protocol):
-    """Told of every change of the tree, in order. `parent` is an anchor: a block id, or negative for a root.
-    Removed blocks come last first, as they go."""
+    """Told of every change of the tree, in order. `blocks` were appended to the run at its block `start`, or were
+    its last ones, from `start` on, until now. Run.above and Run.media_at tell what the first of them hangs from."""
 
-    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes) -> None: ...
-    def removed(self, root: Root, blocks: Ints) -> None: ...
+    def stored(self, run: Run, start: int, blocks: Ints) -> None: ...
+    def removed(self, run: Run, start: int, blocks: Ints) -> None: ...
     def cleared(self, root: Root | None) -> None: ...
 
 
@@ -234,7 +238,7 @@ class Tree:
             pool.committed[new] = True
             self.order.stored(new, self.tick)
             for listener in self.listeners:
-                listener.stored(run.root, anchor, new, run.media if at == 0 else b"")
+                listener.stored(run, at, new)
             pos, at = pos + count, at + count
         return run, at, duplicates, displaced
 
@@ -360,7 +364,7 @@ class Tree:
         self.pool.committed[blocks] = False
         self.pool.give(blocks)
         for listener in self.listeners:
-            listener.removed(root, blocks)
+            listener.removed(run, run.length, blocks[::-1])
         if run.length:
             self.offer(run)
         elif run.parent is not None:

@@ -35,7 +35,7 @@ from .namespace import DEFAULT, Namespace
 from .pool import Blocks, Ints, Pool
 from .sequence import Sequence
 from .tokens import TokenIds, as_tokens
-from .tree import Root
+from .tree import Root, Run
 
 
 class WindowGroup:
@@ -186,6 +186,7 @@ class WindowGroup:
 
     def _release(self, table: list[int]) -> None:
         blocks = np.array([block for block in table if block >= 0], np.intp)
+        blocks = blocks[np.argsort(~self.pool.committed[blocks], kind="stable")]  # as Pool.drop wants them
         self.pool.drop(blocks, 0)
         for block in blocks.tolist():
             if self.pool.lease[block] == 0 and self.pool.committed[block]:
@@ -206,10 +207,10 @@ class WindowGroup:
 
     # --- the tree's changes --------------------------------------------------------------------------------
 
-    def stored(self, root: Root, parent: int, blocks: Ints, media: bytes) -> None:
+    def stored(self, run: Run, start: int, blocks: Ints) -> None:
         pass
 
-    def removed(self, root: Root, blocks: Ints) -> None:
+    def removed(self, run: Run, start: int, blocks: Ints) -> None:
         """Blocks left the tree, so nobody leases their twins."""
         for block in self.twin[blocks].tolist():
             if block >= 0:

@@ -1,0 +1,360 @@
+"""The host tier: evicted prefixes and swapped sequences live on in host pages.
+
+This is bookkeeping only, as everywhere in the core: it says which block is to be copied where, and the loop that owns
+the memory copies and acknowledges. A load is one more way to compute prompt tokens, acknowledged like any other by a
+commit; so nothing is matchable before it is there, followers wait for it, and a failed load is simply computed.
+
+    tier = HostTier(manager, num_blocks, save="evict")
+    for device, host in tier.take_saves(): ...       before anything is written into blocks handed out since
+    tier.saved(saves, ok)
+    loads = tier.plan_load(seq)                      right after admit: (host, device) pairs for prompt blocks
+    tier.loaded(loads, ok)                           commits them, or leaves them to be computed
+    swap = tier.swap_out(seq)                        preempt by swap; None: no room, preempt by recompute instead
+    tier.swapped_out(swap, ok); loads = tier.swap_in(seq); tier.loaded(loads, ok)
+
+States of a host block, each in one place only:
+
+    free      on the free list
+    saving    in `_saving`: a copy into it is under way; it can't be hit
+    stored    in `_entries`: a prefix block, found by name, verified by content; `_entries` is in LRU order
+    loading   stored, and `_loading[h] > 0` copies out of it are under way; it is not evicted
+    swapped   named by a Swap: a preempted sequence's block; not shared
+
+    free -> saving -> stored <-> loading        stored -> free (evicted)        free -> swapped -> free
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .answers import NeverFits, NoSpace
+from .audit import broken
+from .errors import InvalidConfig, InvalidHandle, InvalidState
+from .events import EventLog
+from .fences import Guard, Ticket
+from .manager import BlockManager
+from .names import name_blocks
+from .namespace import Namespace
+from .pool import Blocks, Ints
+from .sequence import Sequence
+from .tree import Root, Run
+
+HOST = "host"
+Pairs = npt.NDArray[np.int32]
+SavePolicy = Literal["evict", "commit", "second-use"]
+
+
+class Entry(NamedTuple):
+    """A prefix block in host memory: enough to verify a hit by content."""
+
+    host: int
+    namespace: Namespace
+    above: bytes  # the parent's name
+    tokens: bytes
+    media: bytes
+    wanted: bool  # False: its namespace was invalidated while it was being saved
+
+
+class Saves(NamedTuple):
+    """Copies into host blocks: pairs int32 [k, 2] (device block, host block)."""
+
+    pairs: Pairs
+    names: tuple[bytes, ...]
+    guards: tuple[Guard, ...]
+
+
+class Loads(NamedTuple):
+    """Copies out of host blocks for one sequence: pairs int32 [k, 2] (host block, device block).
+
+    tokens  how many more tokens of the sequence are computed when they are done
+    """
+
+    seq: Sequence
+    pairs: Pairs
+    tokens: int
+    swap: Swap | None
+
+
+class Swap(NamedTuple):
+    """A preempted sequence's own blocks on their way to, or in, host memory.
+
+    pairs     int32 [k, 2] (device block, host block) for logical blocks start .. start + k - 1
+    computed  tokens whose KV it had
+    """
+
+    seq: Sequence
+    pairs: Pairs
+    start: int
+    computed: int
+    ticket: Ticket
+
+
+class HostTier:
+    """`num_blocks` host pages behind a manager's pool.
+
+    save  "evict": prefix blocks are saved when they are evicted. The copy must be made before their block is written
+                   again, that is before anything handed out after `take_saves` was last called
+          "commit": as soon as they are committed (write-through)
+          "second-use": when they are used again after the request that stored them
+    Raises InvalidConfig.
+    """
+
+    def __init__(self, manager: BlockManager, num_blocks: int, save: SavePolicy = "evict") -> None:
+        if num_blocks < 1:
+            raise InvalidConfig(f"a host tier needs at least 1 block, got {num_blocks}")
+        if save not in ("evict", "commit", "second-use"):
+            raise InvalidConfig(f"save must be evict, commit or second-use, got {save!r}")
+        self.manager, self.num_blocks, self.save = manager, num_blocks, save
+        self.names = name_blocks(manager)
+        self.counters = {"saved": 0, "loaded": 0, "failed": 0, "evicted": 0, "swapped_out": 0, "swapped_in": 0}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._saving: dict[bytes, Entry] = {}
+        self._queue: list[tuple[int, bytes, Run, int]] = []  # block to be copied, its name, and its place
+        self._loading: dict[int, int] = {}
+        self._swaps: dict[int, Swap] = {}  # by the sequence's serial
+        manager.tree.listeners.append(self)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def stored_blocks(self) -> int:
+        return len(self._entries)
+
+    # --- saving --------------------------------------------------------------------------------------------
+
+    def stored(self, run: Run, start: int, blocks: Ints) -> None:
+        if self.save == "commit":
+            self._save(run, start, blocks)
+
+    def removed(self, run: Run, start: int, blocks: Ints) -> None:
+        if self.save == "evict":
+            self._save(run, start, blocks)
+
+    def cleared(self, root: Root | None) -> None:
+        """An invalidated namespace leaves this tier too; copies under way for it lead nowhere."""
+        for name, entry in list(self._entries.items()):
+            if root is None or entry.namespace == root.namespace:
+                self._drop(name)
+        for name, entry in list(self._saving.items()):
+            if root is None or entry.namespace == root.namespace:
+                self._saving[name] = entry._replace(wanted=False)
+
+    def used_again(self, seq: Sequence) -> None:
+        """With save="second-use": queue the prefix blocks that this sequence found cached. Call it after admission."""
+        if self.save == "second-use":
+            run, at = seq.run, seq.at
+            while run.parent is not None:
+                self._save(run, 0, run.blocks[:at].astype(np.intp))
+                run, at = run.parent, run.at
+
+    def _save(self, run: Run, start: int, blocks: Ints) -> None:
+        """Queue copies of a run's blocks from `start` on; a block without room in the tier ends it."""
+        above, media = self.names.above(run.root, run.above(start)), run.media_at(start)
+        for at, block in enumerate(blocks.tolist(), start + 1):
+            name, tokens = self.names.of(block), self.manager.pool.tokens[block].tobytes()
+            if name in self._entries:
+                self._entries.move_to_end(name)
+            elif name not in self._saving:
+                host = self._take()
+                if host is None:
+                    return
+                self._saving[name] = Entry(host, run.root.namespace, above, tokens, media, wanted=True)
+                self._queue.append((block, name, run, at))
+            above, media = name, b""
+
+    def take_saves(self) -> Saves:
+        """The queued copies into host memory. Make them before any other copy and before anything is written.
+
+        Blocks that are still in the tree are guarded until `saved`, so those copies may go on meanwhile. Blocks that
+        were evicted may have a new owner already: their copies must be over before it writes.
+        """
+        queue, self._queue = self._queue, []
+        guards = []
+        for block, _, run, at in queue:
+            if run.length >= at and run.blocks[at - 1] == block and not run.root.dead:
+                path = self.manager.tree.path(run, at).astype(np.intp)
+                guards.append(self.manager.tickets.guard(path, run.root))
+        pairs = np.array([(block, self._saving[name].host) for block, name, _, _ in queue], np.int32)
+        return Saves(pairs.reshape(-1, 2), tuple(name for _, name, _, _ in queue), tuple(guards))
+
+    def saved(self, saves: Saves, ok: bool = True) -> None:
+        """These copies are over; unless `ok` nothing counts as backed up by them. Raises InvalidHandle if unknown."""
+        if not all(name in self._saving for name in saves.names):
+            raise InvalidHandle("these saves were acknowledged before, or belong to another tier")
+        self.manager.tickets.release(saves.guards)
+        for name in saves.names:
+            entry = self._saving.pop(name)
+            if ok and entry.wanted:
+                self._entries[name] = entry
+                self.counters["saved"] += 1
+                self._tell_stored(name, entry)
+            else:
+                self._free.append(entry.host)
+                self.counters["failed"] += not ok
+
+    def _take(self) -> int | None:
+        """A free host block, evicting the least recently used entry that nothing is copied out of."""
+        if not self._free:
+            for name, entry in self._entries.items():
+                if not self._loading.get(entry.host):
+                    self._drop(name)
+                    self.counters["evicted"] += 1
+                    if isinstance(self.manager.log, EventLog):
+                        self.manager.log.removed_from(HOST, entry.namespace, name)
+                    break
+        return self._free.pop() if self._free else None
+
+    def _drop(self, name: bytes) -> None:
+        """Forget an entry; its page is free unless a copy out of it is under way."""
+        entry = self._entries.pop(name)
+        if not self._loading.get(entry.host):
+            self._free.append(entry.host)
+
+    def _tell_stored(self, name: bytes, entry: Entry) -> None:
+        if isinstance(self.manager.log, EventLog):
+            above = None if entry.above == self.names.root(entry.namespace) else entry.above
+            tokens = np.frombuffer(entry.tokens, np.int32)
+            self.manager.log.stored_in(HOST, entry.namespace, above, name, tokens, entry.media)
+
+    # --- loading -------------------------------------------------------------------------------------------
+
+    def lookup(self, seq: Sequence) -> int:
+        """Further leading tokens of this sequence that are in host memory, in whole blocks. No side effects."""
+        return len(self._found(seq)) * self.manager.block_size
+
+    def _found(self, seq: Sequence) -> list[tuple[bytes, Entry]]:
+        """The entries for the sequence's next blocks, verified by content; the last token is left to compute."""
+        size, found = self.manager.block_size, []
+        index, tokens = seq.published, seq.tokens
+        if seq.root.dead or seq.computed != index * size:
+            return []
+        above = self.names.above(seq.root, seq.run.anchor(seq.at))
+        while (index + 1) * size < len(tokens):
+            want, media = tokens[index * size : (index + 1) * size], seq.media.get(index, b"")
+            name = self.names.child(above, want, media)
+            entry = self._entries.get(name)
+            if entry is None or entry[1:5] != (seq.root.namespace, above, want.tobytes(), media):
+                break
+            found.append((name, entry))
+            above, index = name, index + 1
+        return found
+
+    def plan_load(self, seq: Sequence) -> Loads | None:
+        """Right after admission (or resumption): copies of the sequence's next blocks from host memory, or None.
+
+        Until `loaded` the host blocks stay, and the sequence must not be committed or computed.
+        """
+        found = self._found(seq)
+        if not found:
+            return None
+        start = seq.published
+        device = seq.block_table[start : start + len(found)]
+        pairs = np.stack([np.array([entry.host for _, entry in found], np.int32), device], axis=1)
+        for name, entry in found:
+            self._entries.move_to_end(name)
+            self._loading[entry.host] = self._loading.get(entry.host, 0) + 1
+        return Loads(seq, pairs, len(found) * self.manager.block_size, None)
+
+    def loaded(self, loads: Loads, ok: bool = True) -> None:
+        """These copies are over: if `ok` their tokens are committed, else they are left to be computed."""
+        for host in loads.pairs[:, 0].tolist() if loads.swap is None else ():
+            if host not in self._loading:
+                raise InvalidHandle("these loads were acknowledged before, or belong to another tier")
+            self._loading[host] -= 1
+            if not self._loading[host]:
+                del self._loading[host]
+                if not any(entry.host == host for entry in self._entries.values()):
+                    self._free.append(host)  # its entry was dropped meanwhile
+        if loads.swap is not None:
+            self._end_swap(loads.swap)
+        self.counters["loaded" if ok else "failed"] += len(loads.pairs)
+        if ok and loads.seq.live:
+            self.manager.commit(loads.seq, loads.tokens)
+
+    # --- swapping ------------------------------------------------------------------------------------------
+
+    def swap_out(self, seq: Sequence) -> Swap | None:
+        """Preempt a sequence; its own blocks are to be copied to host memory. None if they don't fit there.
+
+        Blocks that another sequence leases stay where they are and are matched again later. The blocks that are
+        copied stay fenced until `swapped_out`. Raises InvalidHandle.
+        """
+        if seq.manager is not self.manager or not seq.live:
+            raise InvalidHandle(f"{seq!r} is not a live sequence of this tier's manager")
+        self.manager.flush()
+        size, computed = self.manager.block_size, seq.computed
+        blocks = seq.block_table[: -(-computed // size)].copy()
+        shared = (self.manager.pool.lease[blocks] > 1).nonzero()[0]
+        start = int(shared[-1]) + 1 if len(shared) else 0
+        hosts: list[int] = []
+        while len(hosts) < len(blocks) - start:
+            host = self._take()
+            if host is None:
+                self._free += hosts
+                return None
+            hosts.append(host)
+        ticket = self.manager.open_ticket()
+        self.manager.preempt(seq)
+        pairs = np.stack([blocks[start:], np.array(hosts, np.int32)], axis=1)
+        swap = self._swaps[seq.serial] = Swap(seq, pairs, start, computed, ticket)
+        self.counters["swapped_out"] += len(pairs)
+        return swap
+
+    def swapped_out(self, swap: Swap, ok: bool = True) -> None:
+        """The copies to host memory are over; unless `ok` the sequence will be recomputed. Raises InvalidHandle."""
+        self.manager.close_ticket(swap.ticket)
+        if not ok and self._swaps.get(swap.seq.serial) is swap:
+            self._end_swap(swap)
+            self.counters["failed"] += len(swap.pairs)
+
+    def swap_in(
+        self, seq: Sequence, more: Blocks | None = None, *, reserve: int = 0
+    ) -> Loads | NoSpace | NeverFits | None:
+        """Resume a preempted sequence, with the copies back from host memory if they are still of use.
+
+        None: it is live and nothing is to be copied; compute from seq.computed on. NoSpace and NeverFits as `resume`.
+        Raises InvalidState while its copies to host memory are not over.
+        """
+        swap = self._swaps.get(seq.serial)
+        if swap is not None and swap.ticket in self.manager.tickets.active:
+            raise InvalidState(f"{seq!r} is still being swapped out")
+        refusal = self.manager.resume(seq, more, reserve=reserve)
+        if refusal is not None:
+            return refusal
+        if swap is None:
+            return self.plan_load(seq)
+        matched = seq.published
+        if matched < swap.start or seq.computed >= swap.computed or seq.computed != matched * self.manager.block_size:
+            self._end_swap(swap)  # a hole before them, or all of it was still cached
+            return None
+        kept = swap.pairs[matched - swap.start :, 1]
+        pairs = np.stack([kept, seq.block_table[matched : matched + len(kept)]], axis=1)
+        self.counters["swapped_in"] += len(pairs)
+        return Loads(seq, pairs, swap.computed - seq.computed, swap)
+
+    def forget(self, seq: Sequence) -> None:
+        """A swapped sequence was freed: give its host blocks back. Others are ignored."""
+        swap = self._swaps.get(seq.serial)
+        if swap is not None and swap.ticket not in self.manager.tickets.active:
+            self._end_swap(swap)
+
+    def _end_swap(self, swap: Swap) -> None:
+        if self._swaps.get(swap.seq.serial) is swap:
+            del self._swaps[swap.seq.serial]
+            self._free += swap.pairs[:, 1].tolist()
+
+    def check(self) -> None:
+        """Verify that every host block is in exactly one state; raises InvariantViolation."""
+        held = [entry.host for entry in (*self._entries.values(), *self._saving.values())]
+        held += [host for swap in self._swaps.values() for host in swap.pairs[:, 1].tolist()]
+        entries = {entry.host for entry in self._entries.values()}
+        held += [host for host in self._loading if host not in entries]
+        if sorted(held + self._free) != list(range(self.num_blocks)):
+            raise broken(1, f"host blocks are not partitioned: held {sorted(held)}, free {sorted(self._free)}")
