@@ -14,7 +14,8 @@ Four states; a block is in exactly one, decided by these fields alone:
     fence      int32 [N]      open tickets that saw a lease on b dropped, plus copies out of b not yet acknowledged
     committed  bool  [N]      b is in the prefix tree
     tokens     int32 [N, B]   token ids whose KV the block holds: slot s of KV belongs to token tokens.flat[s]
-    stack      int32 [N]      the free list is stack[:free], taken from its end
+    stack      int32 [N]      the free list is stack[:free], taken from its end; in a fresh pool, and as long as whole
+                              tables come and go, what is taken at once has ascending ids, which kernels like
 
 `cached`, `fenced` count their states, `fences` sums the fence array; leased is what remains of N. Whoever
 holds (leases or fences) a committed block holds all its ancestors, so below a cached block there are only cached
@@ -65,13 +66,13 @@ class Pool:
         """Lease `count` free blocks; the caller has made sure that they exist."""
         end = self.free
         self.free = end - count
-        blocks = self.stack[end - count : end].astype(np.intp)
+        blocks = self.stack[end - count : end][::-1].astype(np.intp)
         self.lease[blocks] = 1
         return blocks
 
     def give(self, blocks: npt.NDArray[np.integer]) -> None:
-        """Put unleased, unfenced, uncommitted blocks on the free list."""
-        self.stack[self.free : self.free + len(blocks)] = blocks
+        """Put unleased, unfenced, uncommitted blocks on the free list, to be taken again in this order."""
+        self.stack[self.free : self.free + len(blocks)] = blocks[::-1]
         self.free += len(blocks)
 
     def idle(self, blocks: Ints) -> int:

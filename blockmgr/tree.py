@@ -362,7 +362,7 @@ class Tree:
             self.priority[blocks] = 0
         self.pool.cached -= count
         self.pool.committed[blocks] = False
-        self.pool.give(blocks)
+        self.pool.give(blocks[::-1])
         for listener in self.listeners:
             listener.removed(run, run.length, blocks[::-1])
         if run.length:
