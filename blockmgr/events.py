@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from .errors import BlockManagerError, InvalidConfig, InvalidState
 from .manager import BlockManager
-from .names import name_blocks
+from .names import Change, name_blocks
 from .namespace import Hasher, Namespace, xxh3_128
-from .pool import Blocks, Ints
-from .tree import Root, Run
+from .pool import Blocks
 
 DEVICE = "device"
 
@@ -68,59 +67,55 @@ class MissedEvents(BlockManagerError, LookupError):
 class EventLog:
     """The last `capacity` events of a manager, numbered without gaps from 1.
 
+    Events are made when they are asked for (see names.py); what is asked for reflects every operation before.
     hasher  see Names; ignored if the manager's blocks have names already (a host tier gave them)
     """
 
     def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
         if capacity < 1:
             raise InvalidConfig(f"capacity must be >= 1 events, got {capacity}")
-        self._manager = manager
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self.number = 0  # of the newest event
         if manager.log is not None:
             raise InvalidState("this manager has an event log already")
-        manager.flush()
-        manager.log = self
+        self._manager = manager
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._number = 0
         self._gone: dict[bytes, None] = {}  # names of evicted blocks, oldest first, at most N
         self.names = name_blocks(manager, hasher)
-        manager.tree.listeners.append(self)
-
-    @staticmethod
-    def _blocks(run: Run) -> Ints:
-        return run.blocks[: run.length].astype(np.intp)
+        self.names.catch_up()
+        self.names.consumers.append(self)
+        manager.log = self
 
     def close(self) -> None:
-        """Stop listening; what was logged stays readable."""
-        if self in self._manager.tree.listeners:
-            self._manager.tree.listeners.remove(self)
+        """Stop following; what was logged stays readable. A second call does nothing."""
+        if self._manager.log is self:
+            self.names.catch_up()
+            self.names.consumers.remove(self)
             self._manager.log = None
 
+    @property
+    def number(self) -> int:
+        """Of the newest event; 0 before the first."""
+        self.names.catch_up()
+        return self._number
+
     def _next(self) -> int:
-        self.number += 1
-        return self.number
+        self._number += 1
+        return self._number
 
-    def _stored(self, number: int, run: Run, start: int, blocks: Ints) -> Stored:
-        parent = run.above(start)
-        above = None if parent < 0 else self.names.of(parent)
-        tokens = self._manager.pool.tokens[blocks]
-        digests = self.names.of_all(blocks)
-        return Stored(number, run.root.namespace, DEVICE, above, digests, tokens, run.media_at(start))
-
-    def stored(self, run: Run, start: int, blocks: Ints) -> None:
-        event = self._stored(self._next(), run, start, blocks)
-        for digest in event.digests:
-            self._gone.pop(digest, None)
-        self._events.append(event)
-
-    def removed(self, run: Run, start: int, blocks: Ints) -> None:
-        digests = self.names.of_all(blocks[::-1])
-        self._gone.update(dict.fromkeys(digests))
-        while len(self._gone) > self._manager.num_blocks:
-            del self._gone[next(iter(self._gone))]
-        self._events.append(Removed(self._next(), run.root.namespace, DEVICE, digests))
-
-    def cleared(self, root: Root | None) -> None:
-        self._events.append(Cleared(self._next(), root.namespace if root is not None else None))
+    def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None:
+        number, namespace = self._next(), change.namespace
+        if namespace is None or change.kind == "cleared":
+            self._events.append(Cleared(number, namespace))
+        elif change.kind == "stored":
+            for digest in digests:
+                self._gone.pop(digest, None)
+            parent = None if change.parent < 0 else above
+            self._events.append(Stored(number, namespace, DEVICE, parent, digests, change.tokens, change.media))
+        else:
+            self._gone.update(dict.fromkeys(digests))
+            while len(self._gone) > self._manager.num_blocks:
+                del self._gone[next(iter(self._gone))]
+            self._events.append(Removed(number, namespace, DEVICE, digests[::-1]))
 
     def stored_in(
         self, tier: str, namespace: Namespace, parent: bytes | None, digest: bytes, tokens: Blocks, media: bytes
@@ -132,20 +127,27 @@ class EventLog:
         """A block left another tier."""
         self._events.append(Removed(self._next(), namespace, tier, (digest,)))
 
-    def was_evicted(self, root: Root, parent: int, tokens: npt.NDArray[np.int32], media: bytes) -> bool:
+    def was_evicted(self, namespace: Namespace, parent: int, tokens: Blocks, media: bytes) -> bool:
         """Whether the block with these tokens [B] behind this parent was evicted lately (among the last N)."""
-        return self.names.digest(root, parent, tokens, media) in self._gone
+        self.names.catch_up()
+        return self.names.child(self.names.above(namespace, parent), tokens, media) in self._gone
 
     def since(self, number: int) -> tuple[list[Event], bool]:
         """Events after `number`, oldest first, and whether older ones of them are gone."""
+        self.names.catch_up()
         events = [event for event in self._events if event.number > number]
-        return events, number < self.number and (not events or events[0].number > number + 1)
+        return events, number < self._number and (not events or events[0].number > number + 1)
 
     def snapshot(self) -> tuple[int, list[Stored]]:
-        """The newest event's number and the tree as it is after it, as stored events that bear that number."""
-        self._manager.flush()
-        runs = self._manager.tree.runs()
-        return self.number, [self._stored(self.number, run, 0, self._blocks(run)) for run in runs]
+        """The newest event's number and the device tier as it is after it, as stored events that bear that number."""
+        self.names.catch_up()
+        stored = []
+        for run in self._manager.tree.runs():
+            blocks, parent = run.blocks[: run.length], run.above(0)
+            above = None if parent < 0 else self.names.above(run.root.namespace, parent)
+            digests, tokens = self.names.of_all(blocks.tolist()), self._manager.pool.tokens[blocks]
+            stored.append(Stored(self._number, run.root.namespace, DEVICE, above, digests, tokens, run.media))
+        return self._number, stored
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .namespace import Namespace
 from .pool import Blocks
-from .tree import Place, Root
+from .tree import Place
 
 if TYPE_CHECKING:
     from .manager import BlockManager
@@ -21,7 +21,7 @@ MOST_SIBLINGS = 256
 class Log(Protocol):
     """What remembers evicted blocks by name: an events.EventLog."""
 
-    def was_evicted(self, root: Root, parent: int, tokens: Blocks, media: bytes) -> bool: ...
+    def was_evicted(self, namespace: Namespace, parent: int, tokens: Blocks, media: bytes) -> bool: ...
 
 
 class Explanation(NamedTuple):
@@ -60,7 +60,7 @@ def explain(manager: BlockManager, tokens: Blocks, namespace: Namespace, media: 
     head = tokens[reused : reused + size]
     if manager.log is not None:
         anchor = place.run.anchor(place.at)
-        if manager.log.was_evicted(root, anchor, head, media.get(matched, b"")):
+        if manager.log.was_evicted(namespace, anchor, head, media.get(matched, b"")):
             return Explanation(reused, "evicted", f"{reused} reused, what follows was evicted")
     common = _closest(manager, place, head)
     if common == size:

@@ -1,24 +1,62 @@
 """Names: what a committed block is called outside the process (in events, in other tiers).
 
 A name is a digest chained over the block's ancestors: H(parent's name, framed media key, token ids); a root's name is
-H(encoded namespace). It is the same in every process. Each block is hashed once, when it enters the tree; matching
-hashes nothing, and without an event log or a host tier nobody hashes at all.
+H(encoded namespace). It is the same in every process, and each block is hashed once.
+
+No operation of the manager hashes or calls a consumer. The tree's changes are recorded as they happen, with the token
+ids, and named in the same order when somebody asks (`catch_up`): so a hasher that fails, fails whoever asked, changes
+nothing, and is asked again next time; and serving never waits for hashing. Without an event log or a host tier nothing
+of this exists.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol
+
 import numpy as np
+import numpy.typing as npt
 
 from .manager import BlockManager
 from .namespace import Hasher, Namespace, frame, xxh3_128
 from .pool import Blocks, Ints
 from .tree import Root, Run
 
+MOST_RECORDS = 4096  # unnamed changes that are kept before they are named without being asked for
+
+
+class Change(NamedTuple):
+    """One change of the tree, as it was when it happened.
+
+    parent  anchor of the first block: a block, or negative for the root
+    blocks  int64 [k], hanging from each other;  tokens int32 [k, B];  media key of the first
+    run, start  where they were in the tree
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    namespace: Namespace | None
+    parent: int
+    blocks: Ints
+    tokens: npt.NDArray[np.int32]
+    media: bytes
+    run: Run | None
+    start: int
+
+
+class Consumer(Protocol):
+    """Follows the named changes. Must not raise."""
+
+    def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None: ...
+
+
+NOTHING = np.empty(0, np.intp)
+
 
 class Names:
-    """Digest of every committed block; a listener of the tree.
+    """Digest of every committed block: a listener of the tree.
 
-    digests  uint8 [N, 16]
+    digests  uint8 [N, 16], as of the last `catch_up`
     hashed   blocks hashed so far
 
     hasher   bytes -> digest of fixed length. Names need not be collision-free for the manager or the host tier to be
@@ -27,56 +65,81 @@ class Names:
     """
 
     def __init__(self, manager: BlockManager, hasher: Hasher = xxh3_128) -> None:
-        self._pool, self._hasher = manager.pool, hasher
+        self._manager, self._hasher = manager, hasher
         self.digests = np.zeros((manager.num_blocks, len(hasher(b""))), np.uint8)
         self.hashed = 0
+        self.consumers: list[Consumer] = []
+        self._changes: deque[Change] = deque()
+        manager.flush()
+        for run in manager.tree.runs():
+            self.stored(run, 0, run.blocks[: run.length].astype(np.intp))
+        manager.tree.listeners.append(self)
 
     def root(self, namespace: Namespace) -> bytes:
         """The name that stands for the parent of a namespace's first blocks."""
         return self._hasher(namespace.key)
 
-    def of(self, block: int) -> bytes:
-        """The name of a committed block."""
-        return bytes(self.digests[block])
+    def of_all(self, blocks: Iterable[int]) -> tuple[bytes, ...]:
+        """The names of committed blocks, as of the last `catch_up`."""
+        return tuple(bytes(self.digests[block]) for block in blocks)
 
-    def of_all(self, blocks: Ints) -> tuple[bytes, ...]:
-        return tuple(map(bytes, self.digests[blocks]))
-
-    def above(self, root: Root, parent: int) -> bytes:
+    def above(self, namespace: Namespace, parent: int) -> bytes:
         """The name of an anchor: a block, or the root if it is negative."""
-        return self.root(root.namespace) if parent < 0 else self.of(parent)
+        return self.root(namespace) if parent < 0 else bytes(self.digests[parent])
 
     def child(self, above: bytes, tokens: Blocks, media: bytes) -> bytes:
         """The name of a block with these tokens [B] behind the one named `above`."""
         return self._hasher(above + frame(media) + tokens.tobytes())
 
-    def digest(self, root: Root, parent: int, tokens: Blocks, media: bytes) -> bytes:
-        """The name that a block with these tokens [B] has, or would have, behind an anchor."""
-        return self.child(self.above(root, parent), tokens, media)
-
     def stored(self, run: Run, start: int, blocks: Ints) -> None:
-        above, media = self.above(run.root, run.above(start)), run.media_at(start)
-        for block, tokens in zip(blocks.tolist(), self._pool.tokens[blocks], strict=True):
-            above = self.child(above, tokens, media)
-            media = b""
-            self.digests[block] = np.frombuffer(above, np.uint8)
-        self.hashed += len(blocks)
+        self._record("stored", run, start, blocks)
 
     def removed(self, run: Run, start: int, blocks: Ints) -> None:
-        pass
+        self._record("removed", run, start, blocks)
 
     def cleared(self, root: Root | None) -> None:
-        pass
+        namespace = root.namespace if root is not None else None
+        self._changes.append(Change("cleared", namespace, -1, NOTHING, np.empty((0, 0), np.int32), b"", None, 0))
+
+    def _record(self, kind: Literal["stored", "removed"], run: Run, start: int, blocks: Ints) -> None:
+        tokens = self._manager.pool.tokens[blocks]
+        parent, media = run.above(start), run.media_at(start)
+        self._changes.append(Change(kind, run.root.namespace, parent, blocks.copy(), tokens, media, run, start))
+        if len(self._changes) > MOST_RECORDS:
+            self._name_all()
+
+    def catch_up(self) -> None:
+        """Publish what is computed, then name every change so far and tell the consumers."""
+        self._manager.flush()
+        self._name_all()
+
+    def _name_all(self) -> None:
+        while self._changes:
+            change = self._changes[0]
+            digests: tuple[bytes, ...] = ()
+            above = b""
+            if change.namespace is not None and change.kind != "cleared":
+                above = self.above(change.namespace, change.parent)
+                digests = self._digests(change, above) if change.kind == "stored" else self.of_all(change.blocks)
+            self._changes.popleft()
+            for block, digest in zip(change.blocks.tolist(), digests, strict=True):
+                self.digests[block] = np.frombuffer(digest, np.uint8)
+            for consumer in self.consumers:
+                consumer.named(change, above, digests)
+
+    def _digests(self, change: Change, above: bytes) -> tuple[bytes, ...]:
+        got, media = [], change.media
+        for tokens in change.tokens:
+            above = self.child(above, tokens, media)
+            media = b""
+            got.append(above)
+        self.hashed += len(got)
+        return tuple(got)
 
 
 def name_blocks(manager: BlockManager, hasher: Hasher = xxh3_128) -> Names:
-    """The manager's names, made if it has none; they come first among the tree's listeners."""
+    """The manager's names, made if it has none."""
     for listener in manager.tree.listeners:
         if isinstance(listener, Names):
             return listener
-    manager.flush()
-    names = Names(manager, hasher)
-    for run in manager.tree.runs():
-        names.stored(run, 0, run.blocks[: run.length].astype(np.intp))
-    manager.tree.listeners.insert(0, names)
-    return names
+    return Names(manager, hasher)

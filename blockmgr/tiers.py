@@ -37,11 +37,11 @@ from .errors import InvalidConfig, InvalidHandle, InvalidState
 from .events import EventLog
 from .fences import Guard, Ticket
 from .manager import BlockManager
-from .names import name_blocks
+from .names import Change, name_blocks
 from .namespace import Namespace
-from .pool import Blocks, Ints
+from .pool import Blocks
 from .sequence import Sequence
-from .tree import Root, Run
+from .tree import Run
 
 HOST = "host"
 Pairs = npt.NDArray[np.int32]
@@ -117,7 +117,8 @@ class HostTier:
         self._queue: list[tuple[int, bytes, Run, int]] = []  # block to be copied, its name, and its place
         self._loading: dict[int, int] = {}
         self._swaps: dict[int, Swap] = {}  # by the sequence's serial
-        manager.tree.listeners.append(self)
+        self.names.catch_up()
+        self.names.consumers.append(self)
 
     @property
     def free(self) -> int:
@@ -129,44 +130,52 @@ class HostTier:
 
     # --- saving --------------------------------------------------------------------------------------------
 
-    def stored(self, run: Run, start: int, blocks: Ints) -> None:
-        if self.save == "commit":
-            self._save(run, start, blocks)
+    def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None:
+        if change.kind == "cleared":
+            self._clear(change.namespace)
+        elif change.kind == ("removed" if self.save == "evict" else "stored") and self.save != "second-use":
+            self._save(change, above, digests)
 
-    def removed(self, run: Run, start: int, blocks: Ints) -> None:
-        if self.save == "evict":
-            self._save(run, start, blocks)
-
-    def cleared(self, root: Root | None) -> None:
+    def _clear(self, namespace: Namespace | None) -> None:
         """An invalidated namespace leaves this tier too; copies under way for it lead nowhere."""
         for name, entry in list(self._entries.items()):
-            if root is None or entry.namespace == root.namespace:
+            if namespace in (None, entry.namespace):
                 self._drop(name)
         for name, entry in list(self._saving.items()):
-            if root is None or entry.namespace == root.namespace:
+            if namespace in (None, entry.namespace):
                 self._saving[name] = entry._replace(wanted=False)
 
     def used_again(self, seq: Sequence) -> None:
         """With save="second-use": queue the prefix blocks that this sequence found cached. Call it after admission."""
-        if self.save == "second-use":
-            run, at = seq.run, seq.at
-            while run.parent is not None:
-                self._save(run, 0, run.blocks[:at].astype(np.intp))
-                run, at = run.parent, run.at
+        if self.save != "second-use":
+            return
+        self.names.catch_up()
+        path: list[tuple[Run, int]] = []
+        run, at = seq.run, seq.at
+        while run.parent is not None:
+            path.append((run, at))
+            run, at = run.parent, run.at
+        for run, at in reversed(path):
+            blocks = run.blocks[:at].astype(np.intp)
+            tokens, namespace = self.manager.pool.tokens[blocks], run.root.namespace
+            change = Change("stored", namespace, run.above(0), blocks, tokens, run.media, run, 0)
+            self._save(change, self.names.above(namespace, run.above(0)), self.names.of_all(blocks))
 
-    def _save(self, run: Run, start: int, blocks: Ints) -> None:
-        """Queue copies of a run's blocks from `start` on; a block without room in the tier ends it."""
-        above, media = self.names.above(run.root, run.above(start)), run.media_at(start)
-        for at, block in enumerate(blocks.tolist(), start + 1):
-            name, tokens = self.names.of(block), self.manager.pool.tokens[block].tobytes()
+    def _save(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None:
+        """Queue copies of blocks that hang from each other; one without room in the tier ends it."""
+        assert change.namespace is not None
+        assert change.run is not None
+        media = change.media
+        for index, (block, name) in enumerate(zip(change.blocks.tolist(), digests, strict=True)):
             if name in self._entries:
                 self._entries.move_to_end(name)
             elif name not in self._saving:
                 host = self._take()
                 if host is None:
                     return
-                self._saving[name] = Entry(host, run.root.namespace, above, tokens, media, wanted=True)
-                self._queue.append((block, name, run, at))
+                tokens = change.tokens[index].tobytes()
+                self._saving[name] = Entry(host, change.namespace, above, tokens, media, wanted=True)
+                self._queue.append((block, name, change.run, change.start + index + 1))
             above, media = name, b""
 
     def take_saves(self) -> Saves:
@@ -175,6 +184,7 @@ class HostTier:
         Blocks that are still in the tree are guarded until `saved`, so those copies may go on meanwhile. Blocks that
         were evicted may have a new owner already: their copies must be over before it writes.
         """
+        self.names.catch_up()
         queue, self._queue = self._queue, []
         guards = []
         for block, _, run, at in queue:
@@ -188,6 +198,7 @@ class HostTier:
         """These copies are over; unless `ok` nothing counts as backed up by them. Raises InvalidHandle if unknown."""
         if not all(name in self._saving for name in saves.names):
             raise InvalidHandle("these saves were acknowledged before, or belong to another tier")
+        self.names.catch_up()
         self.manager.tickets.release(saves.guards)
         for name in saves.names:
             entry = self._saving.pop(name)
@@ -235,7 +246,8 @@ class HostTier:
         index, tokens = seq.published, seq.tokens
         if seq.root.dead or seq.computed != index * size:
             return []
-        above = self.names.above(seq.root, seq.run.anchor(seq.at))
+        self.names.catch_up()
+        above = self.names.above(seq.root.namespace, seq.run.anchor(seq.at))
         while (index + 1) * size < len(tokens):
             want, media = tokens[index * size : (index + 1) * size], seq.media.get(index, b"")
             name = self.names.child(above, want, media)
