@@ -5,6 +5,8 @@ Every message names the offending value and the limit, and whatever raised it ch
 
 from __future__ import annotations
 
+import numpy as np
+
 
 class BlockManagerError(Exception):
     """Base of every error raised by this package."""
@@ -40,3 +42,12 @@ class LimitExceeded(BlockManagerError, RuntimeError):
 
 class InvariantViolation(BlockManagerError, AssertionError):
     """`check()` found a broken invariant; the message starts with its number in docs/design.md."""
+
+
+def check_count(name: str, value: int, least: int = 0) -> int:
+    """The value, if it is an int of at least `least` (numpy's integers included, bool not); raises InvalidCount."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidCount(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise InvalidCount(f"{name} must be >= {least}, got {value}")
+    return int(value)

@@ -17,14 +17,13 @@ from .answers import Step
 from .audit import broken
 from .counters import Counters
 from .fences import Tickets
-from .pool import Ints, Pool
+from .pool import Blocks, Ints, Pool
 from .publication import Publication
 from .sequence import NO_COPIES, Batch, Sequence
 from .tables import Tables
 from .tree import Root, Tree
 
 Slots = npt.NDArray[np.int64]
-Copy = tuple[int, int, int]  # source block, destination block, tokens
 
 
 class Growth:
@@ -42,6 +41,27 @@ class Growth:
     def spare(self, user: Root) -> int:
         """Blocks that a sequence of this namespace can be given beyond what it was promised."""
         return self._pool.reclaimable - self.promised - (self._tree.protected(user) if self._tree.guaranteed else 0)
+
+    def promise(self, seq: Sequence, blocks: int) -> None:
+        """Set blocks aside for a sequence; the caller has counted that they are there."""
+        self._tables.promise[seq.row] = blocks
+        self.promised += blocks
+
+    def missing(self, seq: Sequence, n: int) -> int:
+        """Blocks that stand in the way of `grow_one`; 0 or less if it would succeed."""
+        need, covered, _ = self._need(seq, n)
+        return need - covered - self.spare(seq.root)
+
+    def _need(self, seq: Sequence, n: int) -> tuple[int, int, bool]:
+        """(blocks for n more tokens, those of them that were promised, whether the last block must be copied)."""
+        tables, pool, size, row = self._tables, self._pool, self._pool.block_size, seq.row
+        room, count = tables.room(row), int(tables.count[row])
+        copy = False
+        if room % size:
+            tail = tables.blocks[row, count - 1]
+            copy = bool(pool.lease[tail] > 1 or pool.committed[tail])
+        need = -(-(room + n) // size) - count + int(copy)
+        return need, min(int(tables.promise[row]), need), copy
 
     def take(self, count: int, user: Root | None) -> Ints:
         """Lease `count` blocks, evicting as many as are not free; the caller has counted that they are there."""
@@ -82,7 +102,7 @@ class Growth:
     def grow_each(self, batch: Batch, n: int) -> Step:
         """Any n, copies and starvation: one sequence after the other, oldest first."""
         slots = np.full((len(batch), n), -1, np.int64)
-        copies: list[Copy] = []
+        copies = [NO_COPIES]
         starved: list[Sequence] = []
         for seq in sorted(batch.sequences, key=lambda seq: seq.serial):
             step = self.grow_one(seq, n)
@@ -90,37 +110,32 @@ class Growth:
                 starved.append(seq)
             else:
                 slots[seq.index] = step.slots
-                copies += step.copies.tolist()
-        return Step(slots.reshape(-1), np.array(copies, np.int32).reshape(-1, 3), tuple(starved))
+                copies.append(step.copies)
+        return Step(slots.reshape(-1), np.concatenate(copies), tuple(starved))
 
     def grow_one(self, seq: Sequence, n: int) -> Step:
         """Room for n more tokens of one sequence, or nothing."""
-        tables, pool, size, row = self._tables, self._pool, self._pool.block_size, seq.row
-        room, count = tables.room(row), int(tables.count[row])
-        used = room % size
-        tail = int(tables.blocks[row, count - 1]) if used else -1
-        copy = used > 0 and (pool.lease[tail] > 1 or pool.committed[tail])
-        need = -(-(room + n) // size) - count + int(copy)
-        covered = min(int(tables.promise[row]), need)
+        tables, row = self._tables, seq.row
+        need, covered, copy = self._need(seq, n)
         if need - covered > self.spare(seq.root):
             return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
+        room = tables.room(row)
         new = self.take(need, seq.root)
         tables.promise[row] -= covered
         self.promised -= covered
         copies = NO_COPIES
         if copy:
-            copies = np.array([[tail, new[0], used]], np.int32)
-            self._replace_tail(seq, tail, int(new[0]), used)
+            copies = self._replace_tail(seq, int(new[0]), room % self._pool.block_size)
             new = new[1:]
         self.shared_tails.discard(seq)
         tables.append(row, new, room + n)
         return Step(tables.slots(row, room, room + n), copies, ())
 
-    def _replace_tail(self, seq: Sequence, tail: int, new: int, used: int) -> None:
-        """Copy on write: the first `used` tokens move to the private block `new`."""
+    def _replace_tail(self, seq: Sequence, new: int, used: int) -> Blocks:
+        """Copy on write: the first `used` tokens move to the private block `new`. Returns the copy to make."""
         pool = self._pool
         path = self._tables.row(seq.row).astype(np.intp)
-        index, run = len(path) - 1, seq.run
+        index, tail, run = len(path) - 1, path[-1], seq.run
         pool.tokens[new, :used] = pool.tokens[tail, :used]
         if index < seq.published:
             self._publication.retreat(seq, index)
@@ -128,6 +143,7 @@ class Growth:
         self._tickets.drop(path[index:], seq.root)
         self._tree.offer(run)
         self._tables.blocks[seq.row, index] = new
+        return np.array([[tail, new, used]], np.int32)
 
     def guard(self, seq: Sequence, path: Ints) -> None:
         """A copy out of the last block of this path was handed out: fence it until the sequence's next commit."""

@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 
 from . import audit
+from .admission import Admission, Entry
 from .answers import NeverFits, NoSpace, Pending, Step
 from .counters import Counters
-from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle, InvalidState
+from .errors import DuplicateRequest, InvalidCount, InvalidHandle, InvalidState, check_count
 from .eviction import Order, make_order
 from .explain import Explanation, Log, explain
 from .fences import Ticket, Tickets
 from .growth import Growth
 from .holds import Holds, Pin
 from .namespace import DEFAULT, Namespace, media_keys
-from .pool import Blocks, Ints, Pool
+from .pool import Ints, Pool
 from .publication import Publication
 from .sequence import Batch, Sequence
 from .snapshot import Snapshot, restore, snapshot
@@ -61,16 +62,18 @@ class BlockManager:
         max_pinned: int | None = None,
         check_every: int = 0,
     ) -> None:
-        if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise InvalidConfig(f"check_every must be an int >= 0, got {check_every!r}")
+        check_count("check_every", check_every)
         self.pool = Pool(num_blocks, block_size)
         self.tree = Tree(self.pool, make_order(order, num_blocks))
         self.tables = Tables(self.pool.block_size)
         self.tickets = Tickets(self.pool, self.tree)
         self.counters = Counters()
-        self.publication = Publication(self.pool, self.tree, self.tables, self.tickets, self.counters)
+        self.publication = Publication(self.pool, self.tree, self.tables, self.tickets, self.counters, caching)
         self.growth = Growth(self.pool, self.tree, self.tables, self.tickets, self.publication, self.counters)
-        self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
+        self.admission = Admission(
+            self.pool, self.tree, self.tables, self.publication, self.growth, caching, partial_reuse
+        )
+        self.caching, self.check_every = caching, check_every
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
         cap = num_blocks // 2 if max_pinned is None else max_pinned
@@ -115,109 +118,22 @@ class BlockManager:
         Raises InvalidTokens, InvalidCount (reserve < 0), DuplicateRequest, InvalidConfig (media).
         """
         tokens = as_tokens(prompt)
-        if reserve < 0:
-            raise InvalidCount(f"reserve must be >= 0 tokens, got {reserve}")
-        if request_id is not None and request_id in self.requests:
-            raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
+        check_count("reserve", reserve)
+        most = len(tokens) if at_most is None else check_count("at_most", at_most)
+        self._check_request(request_id)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        root = self.tree.root(namespace)
-        place = self._match(root, tokens, keys, len(tokens) - 1 if at_most is None else at_most)
-        idle = self.pool.idle(place.blocks)
-        refusal = self._refusal(root, place, idle, tokens, keys, reserve, wait and at_most is None)
-        if refusal is not None:
+        entry = self.admission.examine(self.tree.root(namespace), tokens, keys, reserve, most, wait and at_most is None)
+        if not isinstance(entry, Entry):
             self.counters.refused += 1
-            return refusal
-        seq = self._new_sequence(root, keys, request_id)
-        self._enter(seq, place, idle, tokens, reserve)
+            return entry
+        seq = self._new_sequence(entry.place.run.root, keys, request_id)
+        self.admission.enter(seq, entry)
         self.counters.admitted += 1
         self.counters.prompt_tokens += len(tokens)
         self.counters.hit_tokens += seq.cached
         if self.check_every:
             self._maybe_check()
         return seq
-
-    def _match(self, root: Root, tokens: Blocks, media: Mapping[int, bytes], most: int) -> Place:
-        """The place behind the longest cached prefix of whole blocks, `most` tokens and one less than all at most."""
-        limit = min(most, len(tokens) - 1) // self.block_size
-        if limit <= 0 or not self.caching:
-            return Place(root, 0, NO_BLOCKS)
-        return self.tree.match(root, tokens, limit, media)
-
-    def _refusal(
-        self,
-        root: Root,
-        place: Place,
-        idle: int,
-        tokens: Blocks,
-        media: Mapping[int, bytes],
-        reserve: int,
-        wait: bool,
-    ) -> NoSpace | NeverFits | Pending | None:
-        """Why these tokens can't enter now, or None. Changes nothing."""
-        matched = len(place.blocks)
-        total = -(-(len(tokens) + reserve) // self.block_size)
-        if total > self.num_blocks:
-            return NeverFits(total, self.num_blocks)
-        if wait and self.publication.leaders:
-            pending = self.publication.pending(place, tokens, media)
-            if pending is not None:
-                return pending
-        missing = total - matched - (self.growth.spare(root) - idle)
-        return NoSpace(missing) if missing > 0 else None
-
-    def _new_sequence(self, root: Root, media: Mapping[int, bytes], request_id: Hashable) -> Sequence:
-        self.tree.keep(root)
-        root.live += 1
-        seq = Sequence(self, root, self._serial, media, request_id)
-        self._serial += 1
-        self.sequences[seq.serial] = seq
-        if request_id is not None:
-            self.requests[request_id] = seq
-        return seq
-
-    def _enter(self, seq: Sequence, place: Place, idle: int, tokens: Blocks, reserve: int) -> None:
-        """Give the sequence its table; `_refusal` has found that there is room."""
-        pool, size, root = self.pool, self.block_size, seq.root
-        count, matched = len(tokens), len(place.blocks)
-        seq.run, seq.at = place.run, place.at
-        if matched:
-            pool.hold(place.blocks, idle)
-            root.idle -= idle
-        own = -(-count // size) - matched
-        promise = -(-(count + reserve) // size) - matched - own
-        source, common = self._partial(seq, tokens, place, own + promise) if self.partial_reuse else (-1, 0)
-        new = self.growth.take(own, root)
-        rest = tokens[matched * size :]
-        full = len(rest) // size
-        pool.tokens[new[:full]] = rest[: full * size].reshape(full, size)
-        if full < own:
-            pool.tokens[new[full], : len(rest) - full * size] = rest[full * size :]
-        seq.published, seq.cached = matched, matched * size + common
-        if common:
-            seq.copies = np.array([[source, new[0], common]], np.int32)
-        seq.row = self.tables.open(place.blocks, new, count, seq.cached)
-        if promise:
-            self.tables.promise[seq.row] = promise
-            self.growth.promised += promise
-        if self.caching:
-            self.publication.settle(seq)
-
-    def _partial(self, seq: Sequence, tokens: Blocks, place: Place, need: int) -> tuple[int, int]:
-        """(block, tokens): a cached block that shares leading tokens with the first private one, guarded for a
-        copy out of it; (-1, 0) if there is none or the room for it is not."""
-        size, matched = self.block_size, len(place.blocks)
-        want = tokens[matched * size : min((matched + 1) * size, len(tokens) - 1)]
-        common, block = 0, -1
-        if matched not in seq.media and len(want):
-            for other in self.tree.next_blocks(place.run, place.at, most=8):
-                differ = self.pool.tokens[other, : len(want)] != want
-                same = int(differ.argmax()) if differ.any() else len(want)
-                common, block = max((common, block), (same, other))
-        path = np.append(place.blocks, block)
-        if not common or self.growth.spare(seq.root) - self.pool.idle(path[-1:]) < need:
-            return -1, 0
-        self.growth.guard(seq, path)
-        return block, common
 
     # --- growth --------------------------------------------------------------------------------------------
 
@@ -232,8 +148,7 @@ class BlockManager:
         short the oldest sequences are served first and the others are named in Step.starved, untouched.
         Raises InvalidCount (n < 1), InvalidHandle.
         """
-        if n < 1:
-            raise InvalidCount(f"grow needs n >= 1 tokens, got {n}")
+        check_count("n", n, least=1)
         if isinstance(target, Batch):
             if target.manager is not self:
                 raise InvalidHandle(f"{target!r} belongs to another manager")
@@ -293,19 +208,18 @@ class BlockManager:
             self.counters.generated_tokens += len(ids)
         if seq.sources:
             self.growth.copied(seq)
-        if self.caching:
-            self.publication.publish(seq)
-            if seq.leading is not None:
-                self.publication.settle(seq)
+        self.publication.publish(seq)
+        if seq.leading is not None:
+            self.publication.settle(seq)
 
     def _commit_batch(self, batch: Batch, tokens: int | TokenIds) -> None:
         if batch.manager is not self:
             raise InvalidHandle(f"{batch!r} belongs to another manager")
         tables, rows = self.tables, batch.rows
-        ids = np.asarray(tokens)
-        ids = as_tokens(ids if ids.ndim == 1 else ids.reshape(-1))
+        given = np.asarray(tokens)
+        ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
         n, odd = divmod(len(ids), len(rows) or 1)
-        if odd or not len(rows):
+        if odd or not len(rows) or (given.ndim == 2 and len(given) != len(rows)):
             raise InvalidCount(f"{len(ids)} tokens for a batch of {len(rows)} sequences")
         computed = tables.computed[rows]
         if batch.pending and batch.pending[0][0] == n:
@@ -317,20 +231,10 @@ class BlockManager:
         computed += n
         tables.computed[rows] = tables.known[rows] = computed
         self.counters.generated_tokens += len(ids)
-        if self.growth.copying:
-            for seq in self.growth.copying.intersection(batch.sequences):
-                self.growth.copied(seq)
-        if self.caching:
-            self._publish_batch(batch, computed, n)
-
-    def _publish_batch(self, batch: Batch, computed: Ints, n: int) -> None:
-        """Publish what must not wait: everything if somebody listens, else only for those that write no run's end."""
-        if self.tree.listeners:
-            for index in ((computed // self.block_size) > ((computed - n) // self.block_size)).nonzero()[0]:
-                self.publication.publish(batch.sequences[index])
-        elif self.publication.eager:
-            for seq in self.publication.eager.intersection(batch.sequences):
-                self.publication.publish(seq)
+        for seq in self.growth.copying.intersection(batch.sequences) if self.growth.copying else ():
+            self.growth.copied(seq)
+        for seq in self.publication.eager.intersection(batch.sequences) if self.publication.eager else ():
+            self.publication.publish(seq)
 
     def _slots_to_commit(self, batch: Batch, computed: Ints, n: int) -> Ints:
         """Where the next n tokens of each member lie; the membership changed since they were grown."""
@@ -364,8 +268,7 @@ class BlockManager:
 
     def _leave(self, seq: Sequence) -> None:
         """Take the table away: publish, record the use, drop every lease, leave no trace of the row."""
-        if self.caching:
-            self.publication.publish(seq)
+        self.publication.publish(seq)
         tree, tables, row = self.tree, self.tables, seq.row
         blocks = tables.row(row).astype(np.intp)
         if seq.published and not seq.root.dead:
@@ -384,6 +287,20 @@ class BlockManager:
         tree.offer(seq.run)
         seq.run, seq.at, seq.published = seq.root, 0, 0
 
+    def _new_sequence(self, root: Root, media: Mapping[int, bytes], request_id: Hashable) -> Sequence:
+        self.tree.keep(root)
+        root.live += 1
+        seq = Sequence(self, root, self._serial, media, request_id)
+        self._serial += 1
+        self.sequences[seq.serial] = seq
+        if request_id is not None:
+            self.requests[request_id] = seq
+        return seq
+
+    def _check_request(self, request_id: Hashable) -> None:
+        if request_id is not None and request_id in self.requests:
+            raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
+
     def _own(self, seq: Sequence) -> None:
         if seq.manager is not self or seq.row < 0:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this manager")
@@ -401,24 +318,21 @@ class BlockManager:
         computed = seq.computed
         if computed < seq.length:
             raise InvalidState(f"{seq!r} can't be forked with {seq.length - computed} tokens not committed")
-        if request_id is not None and request_id in self.requests:
-            raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
-        if self.caching:
-            self.publication.publish(seq)
+        check_count("reserve", reserve)
+        self._check_request(request_id)
+        self.publication.publish(seq)
         count = -(-computed // size)
         promise = -(-(computed + reserve) // size) - count + int(reserve > 0 and computed % size > 0)
         spare = self.growth.spare(seq.root)
         if promise > spare:
             return NoSpace(promise - spare)
         child = self._new_sequence(seq.root, seq.media, request_id)
-        blocks = tables.row(seq.row)[:count].astype(np.intp)
+        blocks = tables.row(seq.row).astype(np.intp)
         self.pool.hold(blocks, 0)
         child.row = tables.open(blocks, NO_BLOCKS, computed, computed)
-        tables.promise[child.row] = promise
-        self.growth.promised += promise
+        self.growth.promise(child, promise)
         child.run, child.at, child.published, child.cached = seq.run, seq.at, seq.published, computed
-        if self.caching:
-            self.publication.settle(child)
+        self.publication.settle(child)
         if computed % size:
             self.growth.shared_tails.update((seq, child))
         return child
@@ -431,12 +345,11 @@ class BlockManager:
         """
         self._own(seq)
         tables, row, size = self.tables, seq.row, self.block_size
-        if not 0 <= length <= tables.room(row):
-            raise InvalidCount(f"can't trim {seq!r} to {length} tokens")
+        if check_count("length", length) > tables.room(row):
+            raise InvalidCount(f"can't trim {seq!r} to {length} tokens: it has room for {tables.room(row)}")
         if seq.batch is not None:
             seq.batch.pending.clear()
-        if self.caching:
-            self.publication.publish(seq)
+        self.publication.publish(seq)
         count, keep = int(tables.count[row]), -(-length // size)
         gone = tables.row(row)[keep:].astype(np.intp)
         run = seq.run
@@ -452,8 +365,7 @@ class BlockManager:
             self.tree.offer(run)
         if length % size:
             self.growth.shared_tails.add(seq)
-        if self.caching:
-            self.publication.settle(seq)
+        self.publication.settle(seq)
 
     def extend(self, seq: Sequence, tokens: TokenIds) -> NoSpace | None:
         """Append known tokens that are still to be computed (a tool's answer, an edited turn); all or nothing.
@@ -465,17 +377,19 @@ class BlockManager:
         ids = as_tokens(tokens)
         tables, row = self.tables, seq.row
         known = int(tables.known[row])
+        if seq.batch is not None:
+            raise InvalidState(f"{seq!r} is in a batch: take it out before its tokens are computed out of step")
         if known != tables.room(row):
             raise InvalidState(f"{seq!r} has room for {tables.room(row) - known} tokens that are not committed")
-        step = self.grow(seq, len(ids))
-        if step.starved:
-            return NoSpace(-(-len(ids) // self.block_size))
+        missing = self.growth.missing(seq, len(ids))
+        if missing > 0:
+            return NoSpace(missing)
+        step = self.growth.grow_one(seq, len(ids))
         if len(step.copies):
             seq.copies = np.concatenate([seq.copies, step.copies])
         self.pool.token_slots[step.slots] = ids
         tables.known[row] = known + len(ids)
-        if self.caching:
-            self.publication.settle(seq)
+        self.publication.settle(seq)
         return None
 
     # --- preemption ----------------------------------------------------------------------------------------
@@ -498,20 +412,19 @@ class BlockManager:
         if seq.manager is not self or seq.kept is None:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
+        check_count("reserve", reserve)
         root = self.tree.root(seq.root.namespace) if seq.root.dead else seq.root
-        place = self._match(root, tokens, seq.media, len(tokens))
-        idle = self.pool.idle(place.blocks)
-        refusal = self._refusal(root, place, idle, tokens, seq.media, reserve, wait=False)
-        if refusal is not None:
-            assert not isinstance(refusal, Pending)
-            return refusal
+        entry = self.admission.examine(root, tokens, seq.media, reserve, len(tokens), wait=False)
+        if not isinstance(entry, Entry):
+            assert not isinstance(entry, Pending)
+            return entry
         if root is not seq.root:
             self.tree.keep(root)
             root.live += 1
             seq.root.live -= 1
             seq.root = root
         seq.kept = None
-        self._enter(seq, place, idle, tokens, reserve)
+        self.admission.enter(seq, entry)
         self.counters.resumed += 1
         self.counters.resumed_tokens += len(tokens)
         self.counters.resumed_hit_tokens += seq.cached
@@ -534,7 +447,7 @@ class BlockManager:
         """
         tokens = as_tokens(prompt)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        return self._match(self.tree.root(namespace), tokens, keys, len(tokens))
+        return self.admission.match(self.tree.root(namespace), tokens, keys, len(tokens))
 
     def explain(
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
@@ -546,7 +459,7 @@ class BlockManager:
     def flush(self) -> None:
         """Publish everything that is full and computed; matching does so by itself where it matters."""
         for seq in self.sequences.values():
-            if seq.row >= 0 and self.caching:
+            if seq.row >= 0:
                 self.publication.publish(seq)
 
     def invalidate(self, namespace: Namespace | None = None) -> None:

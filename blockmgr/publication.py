@@ -30,8 +30,11 @@ Key = tuple[int, bytes]  # the anchor a block hangs from, its tokens and media k
 class Publication:
     """Commits sequences' blocks to the tree, merging those that are there already."""
 
-    def __init__(self, pool: Pool, tree: Tree, tables: Tables, tickets: Tickets, counters: Counters) -> None:
+    def __init__(
+        self, pool: Pool, tree: Tree, tables: Tables, tickets: Tickets, counters: Counters, caching: bool
+    ) -> None:
         self._pool, self._tree, self._tables, self._tickets, self._counters = pool, tree, tables, tickets, counters
+        self._caching = caching
         self.leaders: dict[Key, Sequence] = {}
         self.eager: set[Sequence] = set()
         tree.publish_pending = self.publish
@@ -42,7 +45,7 @@ class Publication:
         while pending is not None:
             seq, pending = pending, None
             start, full = seq.published, int(self._tables.computed[seq.row]) // self._pool.block_size
-            if full <= start or seq.root.dead:
+            if full <= start or seq.root.dead or not self._caching:
                 return
             blocks = self._tables.blocks[seq.row, start:full].astype(np.intp)
             seq.run, seq.at, duplicates, pending = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
@@ -68,9 +71,10 @@ class Publication:
 
     def settle(self, seq: Sequence) -> None:
         """Make what the sequence computes next findable; see the module's first lines."""
-        self._lead(seq)
-        if seq.leading is None:
-            self._claim(seq)
+        if self._caching:
+            self._lead(seq)
+            if seq.leading is None:
+                self._claim(seq)
 
     def leave(self, seq: Sequence) -> None:
         """Take back everything that made the sequence findable."""
