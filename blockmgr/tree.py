@@ -1,7 +1,8 @@
 """The prefix tree: committed blocks, found by their content.
 
-A run is a chain of blocks. It hangs from a place in another run (or from the root of its namespace), and runs
-never split: where a prompt diverges in the middle of a run, the new run simply hangs from that middle.
+A run is a chain of blocks. It hangs from a place in another run (or from the root of its namespace). Inserting does
+not split: where a prompt diverges in the middle of a run, the new run simply hangs from that middle. (If what it
+passes by is shorter and nobody holds it, the two change roles: see `_make_way`.)
 
     root --> [ b0 b1 b2 b3 b4 ]           a place is (run, at): behind the first `at` blocks of the run
                      |    `--> [ b9 ]     its anchor is the block there, or the root's own negative number
@@ -224,6 +225,9 @@ class Tree:
                 continue
             count = self._stretch(len(mine), pos, media) if media else len(mine)
             new = mine[:count]
+            if 0 < at < run.length < at + count and pos not in media and not self._held(int(run.blocks[at])):
+                self._make_way(run, at)
+                children = self.branches[anchor]
             if at and at == run.length and pos not in media:
                 if run.writer is not None:
                     displaced, run.writer = run.writer, None
@@ -241,6 +245,24 @@ class Tree:
                 listener.stored(run, at, new)
             pos, at = pos + count, at + count
         return run, at, duplicates, displaced
+
+    def _held(self, block: int) -> bool:
+        return bool(self.pool.lease[block] or self.pool.fence[block])
+
+    def _make_way(self, run: Run, at: int) -> None:
+        """Give the run's blocks from `at` on, which nobody holds, a run of their own: a longer continuation takes
+        their place. So the longest path stays one run, and a comb of prompts, each leaving the one before a block
+        further down, costs one comparison a prompt instead of one a level."""
+        tail = Run(run, at, run.blocks[at : run.length].copy(), b"", run.root)
+        for block in tail.blocks.tolist():
+            for child in self.branches.get(block, {}).values():
+                child.parent, child.at = tail, child.at - at
+        self.branches.setdefault(run.anchor(at), {})[self.pool.tokens[tail.blocks[0]].tobytes()] = tail
+        run.length = at
+        if run.leaf is not None:
+            run.root.leaves.remove(run.leaf)
+            run.leaf = None
+        self.offer(tail)
 
     @staticmethod
     def _append(run: Run, new: Ints) -> None:

@@ -95,7 +95,7 @@ def _descend(tables: Array, full: Array, order: Array, tails: Array, min_saved: 
         depths = depth[group]
         ended = full[members] <= depths
         key = tables[members, np.minimum(depths, longest - 1)].astype(np.int64)
-        key[ended] = np.iinfo(np.int64).min + members[ended]
+        key[ended] = members[ended] + np.int64(-1 << 62)
         sort = np.lexsort((key, group))
         key, group, members = key[sort], group[sort], members[sort]
         order[at] = members
