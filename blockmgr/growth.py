@@ -25,6 +25,9 @@ from .tree import Root, Tree
 
 Slots = npt.NDArray[np.int64]
 
+# As arrays, because converting a Python int costs as much as the operation on a batch.
+ZERO, ONE = np.array(0), np.array(1)
+
 
 class Growth:
     """Hands out blocks to live sequences, evicting cached ones where the free list runs short."""
@@ -34,6 +37,7 @@ class Growth:
     ) -> None:
         self._pool, self._tree, self._tables, self._tickets = pool, tree, tables, tickets
         self._publication, self._counters = publication, counters
+        self._size = np.array(pool.block_size)
         self.promised = 0
         self.copying: set[Sequence] = set()  # copies handed out, not acknowledged
         self.shared_tails: set[Sequence] = set()  # may have to copy before they write
@@ -72,12 +76,12 @@ class Growth:
 
     def grow_batch(self, batch: Batch) -> Step | None:
         """One token each, vectorised; None where somebody would starve, copy, or meet a guarantee."""
-        tables, pool, size = self._tables, self._pool, self._pool.block_size
+        tables, pool = self._tables, self._pool
         if self.shared_tails:
             return None
         rows = batch.rows
         slots = tables.cursor[rows]
-        crossing = (slots % size == 0).nonzero()[0]
+        crossing = np.equal(np.remainder(slots, self._size), ZERO).nonzero()[0]
         count = len(crossing)
         if count:
             if count > pool.free and (count > pool.reclaimable or self._tree.guaranteed):
@@ -88,15 +92,15 @@ class Growth:
                 covered = int(np.count_nonzero(promise))
                 if count - covered > pool.reclaimable - self.promised:
                     return None
-                tables.promise[grown] = np.maximum(promise - 1, 0)
+                tables.promise[grown] = np.maximum(promise - ONE, ZERO)
                 self.promised -= covered
             blocks = pool.take(count) if count <= pool.free else self.take(count, None)
             tables.widen_by_one()
             column = tables.count[grown]
             tables.blocks[grown, column] = blocks
-            tables.count[grown] = column + 1
-            slots[crossing] = blocks * size
-        tables.cursor[rows] = slots + 1
+            tables.count[grown] = np.add(column, ONE)
+            slots[crossing] = np.multiply(blocks, self._size)
+        tables.cursor[rows] = np.add(slots, ONE)
         return Step(slots, NO_COPIES, ())
 
     def grow_each(self, batch: Batch, n: int) -> Step:

@@ -27,7 +27,7 @@ from .errors import DuplicateRequest, InvalidCount, InvalidHandle, InvalidState,
 from .eviction import Order, make_order
 from .explain import Explanation, Log, explain
 from .fences import Ticket, Tickets
-from .growth import Growth
+from .growth import ONE, Growth
 from .holds import Holds, Pin
 from .namespace import DEFAULT, Namespace, media_keys
 from .pool import Ints, Pool
@@ -218,9 +218,10 @@ class BlockManager:
         tables, rows = self.tables, batch.rows
         given = np.asarray(tokens)
         ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
-        n, odd = divmod(len(ids), len(rows) or 1)
-        if odd or not len(rows) or (given.ndim == 2 and len(given) != len(rows)):
-            raise InvalidCount(f"{len(ids)} tokens for a batch of {len(rows)} sequences")
+        count = len(rows)
+        n = len(ids) // count if count else 0
+        if n * count != len(ids) or (given.ndim == 2 and len(given) != count):
+            raise InvalidCount(f"tokens of shape {given.shape} for a batch of {count} sequences")
         computed = tables.computed[rows]
         if batch.pending and batch.pending[0][0] == n:
             slots = batch.pending.popleft()[1]
@@ -228,8 +229,9 @@ class BlockManager:
             slots = self._slots_to_commit(batch, computed, n)
             batch.pending.clear()
         self.pool.token_slots[slots] = ids
-        computed += n
-        tables.computed[rows] = tables.known[rows] = computed
+        computed = np.add(computed, ONE if n == 1 else n)
+        tables.computed[rows] = computed
+        tables.known[rows] = computed
         self.counters.generated_tokens += len(ids)
         for seq in self.growth.copying.intersection(batch.sequences) if self.growth.copying else ():
             self.growth.copied(seq)

@@ -32,6 +32,7 @@ from .errors import InvalidConfig
 Ints = npt.NDArray[np.intp]
 Blocks = npt.NDArray[np.int32]
 MAX_BLOCKS = 2**31 - 1
+ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)  # arrays: converting an int costs as much as the operation
 
 
 class Pool:
@@ -89,7 +90,7 @@ class Pool:
         if self.fenced:
             self.fenced -= int(np.count_nonzero((self.lease[blocks] == 0) & (self.fence[blocks] > 0)))
         self.cached -= idle
-        self.lease[blocks] += 1
+        self.lease[blocks] += ONE
 
     def drop(self, blocks: Ints, tickets: int) -> int:
         """Remove one lease from each block, committed ones first; returns how many of them became cached.
@@ -97,9 +98,9 @@ class Pool:
         With tickets open each block gains that many fences instead of becoming reclaimable.
         """
         counts = self.lease[blocks]
-        counts -= 1
+        counts -= ONE
         self.lease[blocks] = counts
-        unleased = blocks[counts == 0]
+        unleased = blocks[counts == ZERO]
         if tickets:
             self.fence[blocks] += tickets
             self.fences += tickets * len(blocks)

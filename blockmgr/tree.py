@@ -357,7 +357,7 @@ class Tree:
         pool = self.pool
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
         stop = self.last_use[blocks] != leaf[2]
-        stop |= pool.lease[blocks] > 0
+        stop |= pool.lease[blocks].astype(np.bool_)
         if pool.fences:
             stop |= pool.fence[blocks] > 0
         if self.order.scores is not None:
