@@ -7,7 +7,7 @@ commit; so nothing is matchable before it is there, followers wait for it, and a
     tier = HostTier(manager, num_blocks, save="evict")
     for device, host in tier.take_saves(): ...       before anything is written into blocks handed out since
     tier.saved(saves, ok)
-    loads = tier.plan_load(seq)                      right after admit: (host, device) pairs for prompt blocks
+    seq, loads = tier.admit(prompt)                  (host, device) pairs for prompt blocks found here
     tier.loaded(loads, ok)                           commits them, or leaves them to be computed
     swap = tier.swap_out(seq)                        preempt by swap; None: no room, preempt by recompute instead
     tier.swapped_out(swap, ok); loads = tier.swap_in(seq); tier.loaded(loads, ok)
@@ -26,22 +26,24 @@ States of a host block, each in one place only:
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .answers import NeverFits, NoSpace
+from .answers import NeverFits, NoSpace, Pending
 from .audit import broken
 from .errors import InvalidConfig, InvalidHandle, InvalidState
 from .events import EventLog
 from .fences import Guard, Ticket
 from .manager import BlockManager
 from .names import Change, name_blocks
-from .namespace import Namespace
+from .namespace import DEFAULT, Namespace, media_keys
 from .pool import Blocks
 from .sequence import Sequence
-from .tree import Run
+from .tokens import TokenIds, as_tokens
+from .tree import Place, Run
 
 HOST = "host"
 Pairs = npt.NDArray[np.int32]
@@ -70,11 +72,13 @@ class Saves(NamedTuple):
 class Loads(NamedTuple):
     """Copies out of host blocks for one sequence: pairs int32 [k, 2] (host block, device block).
 
-    tokens  how many more tokens of the sequence are computed when they are done
+    start   tokens of the sequence that are computed already
+    tokens  how many more are when the copies are done
     """
 
     seq: Sequence
     pairs: Pairs
+    start: int
     tokens: int
     swap: Swap | None
 
@@ -236,59 +240,92 @@ class HostTier:
 
     # --- loading -------------------------------------------------------------------------------------------
 
-    def lookup(self, seq: Sequence) -> int:
-        """Further leading tokens of this sequence that are in host memory, in whole blocks. No side effects."""
-        return len(self._found(seq)) * self.manager.block_size
+    def admit(
+        self,
+        prompt: TokenIds,
+        namespace: Namespace = DEFAULT,
+        *,
+        worthwhile: Callable[[int], bool] = lambda blocks: True,
+        media: Iterable[tuple[int, bytes]] = (),
+        **options: Any,
+    ) -> tuple[Sequence | NoSpace | NeverFits | Pending, Loads | None]:
+        """BlockManager.admit, and the copies of the prompt's next blocks from host memory, if there are any.
 
-    def _found(self, seq: Sequence) -> list[tuple[bytes, Entry]]:
-        """The entries for the sequence's next blocks, verified by content; the last token is left to compute."""
-        size, found = self.manager.block_size, []
-        index, tokens = seq.published, seq.tokens
-        if seq.root.dead or seq.computed != index * size:
-            return []
+        worthwhile  of a number of blocks: whether loading them costs less than computing them
+        Until `loaded` the host blocks stay, and the sequence must not be committed or computed.
+        """
+        found = self._found(self.manager.match(prompt, namespace, media=media), as_tokens(prompt), namespace, media)
+        found = found if found and worthwhile(len(found)) else []
+        self._hold(found)
+        answer = self.manager.admit(prompt, namespace, media=media, **options)
+        if isinstance(answer, Sequence) and found and answer.computed == answer.published * self.manager.block_size:
+            return answer, self._loads(answer, found)
+        self._release(entry.host for _, entry in found)
+        return answer, None
+
+    def lookup(
+        self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
+    ) -> int:
+        """Leading tokens of the prompt that are cached or, behind those, in host memory, in whole blocks."""
+        place = self.manager.match(prompt, namespace, media=media)
+        found = self._found(place, as_tokens(prompt), namespace, media)
+        return (len(place.blocks) + len(found)) * self.manager.block_size
+
+    def _found(
+        self, place: Place, tokens: Blocks, namespace: Namespace, media: Iterable[tuple[int, bytes]]
+    ) -> list[tuple[bytes, Entry]]:
+        """The entries for the blocks behind a place, verified by content; the last token is left to compute."""
+        size, index = self.manager.block_size, len(place.blocks)
+        keys = media_keys(media, size)
         self.names.catch_up()
-        above = self.names.above(seq.root.namespace, seq.run.anchor(seq.at))
+        above = self.names.above(namespace, place.run.anchor(place.at))
+        found = []
         while (index + 1) * size < len(tokens):
-            want, media = tokens[index * size : (index + 1) * size], seq.media.get(index, b"")
-            name = self.names.child(above, want, media)
+            want, key = tokens[index * size : (index + 1) * size], keys.get(index, b"")
+            name = self.names.child(above, want, key)
             entry = self._entries.get(name)
-            if entry is None or entry[1:5] != (seq.root.namespace, above, want.tobytes(), media):
+            if entry is None or entry[1:5] != (namespace, above, want.tobytes(), key):
                 break
             found.append((name, entry))
             above, index = name, index + 1
         return found
 
-    def plan_load(self, seq: Sequence) -> Loads | None:
-        """Right after admission (or resumption): copies of the sequence's next blocks from host memory, or None.
-
-        Until `loaded` the host blocks stay, and the sequence must not be committed or computed.
-        """
-        found = self._found(seq)
-        if not found:
-            return None
-        start = seq.published
-        device = seq.block_table[start : start + len(found)]
-        pairs = np.stack([np.array([entry.host for _, entry in found], np.int32), device], axis=1)
+    def _hold(self, found: list[tuple[bytes, Entry]]) -> None:
         for name, entry in found:
             self._entries.move_to_end(name)
             self._loading[entry.host] = self._loading.get(entry.host, 0) + 1
-        return Loads(seq, pairs, len(found) * self.manager.block_size, None)
 
-    def loaded(self, loads: Loads, ok: bool = True) -> None:
-        """These copies are over: if `ok` their tokens are committed, else they are left to be computed."""
-        for host in loads.pairs[:, 0].tolist() if loads.swap is None else ():
-            if host not in self._loading:
-                raise InvalidHandle("these loads were acknowledged before, or belong to another tier")
+    def _release(self, hosts: Iterable[int]) -> None:
+        for host in hosts:
             self._loading[host] -= 1
             if not self._loading[host]:
                 del self._loading[host]
                 if not any(entry.host == host for entry in self._entries.values()):
                     self._free.append(host)  # its entry was dropped meanwhile
+
+    def _loads(self, seq: Sequence, found: list[tuple[bytes, Entry]]) -> Loads:
+        start = seq.published
+        device = seq.block_table[start : start + len(found)]
+        pairs = np.stack([np.array([entry.host for _, entry in found], np.int32), device], axis=1)
+        return Loads(seq, pairs, start * self.manager.block_size, len(found) * self.manager.block_size, None)
+
+    def loaded(self, loads: Loads, ok: bool = True) -> None:
+        """These copies are over: if `ok` their tokens are committed, else they are left to be computed.
+
+        Raises InvalidHandle if they were acknowledged before.
+        """
         if loads.swap is not None:
             self._end_swap(loads.swap)
+        elif any(host not in self._loading for host in loads.pairs[:, 0].tolist()):
+            raise InvalidHandle("these loads were acknowledged before, or belong to another tier")
+        else:
+            self._release(loads.pairs[:, 0].tolist())
         self.counters["loaded" if ok else "failed"] += len(loads.pairs)
-        if ok and loads.seq.live:
-            self.manager.commit(loads.seq, loads.tokens)
+        seq, first = loads.seq, loads.start // self.manager.block_size
+        if ok and seq.live and seq.computed == loads.start:
+            device = seq.block_table[first : first + len(loads.pairs)]
+            if np.array_equal(device, loads.pairs[:, 1]):  # not preempted and resumed elsewhere meanwhile
+                self.manager.commit(seq, loads.tokens)
 
     # --- swapping ------------------------------------------------------------------------------------------
 
@@ -341,7 +378,7 @@ class HostTier:
         if refusal is not None:
             return refusal
         if swap is None:
-            return self.plan_load(seq)
+            return None
         matched = seq.published
         if matched < swap.start or seq.computed >= swap.computed or seq.computed != matched * self.manager.block_size:
             self._end_swap(swap)  # a hole before them, or all of it was still cached
@@ -349,7 +386,7 @@ class HostTier:
         kept = swap.pairs[matched - swap.start :, 1]
         pairs = np.stack([kept, seq.block_table[matched : matched + len(kept)]], axis=1)
         self.counters["swapped_in"] += len(pairs)
-        return Loads(seq, pairs, swap.computed - seq.computed, swap)
+        return Loads(seq, pairs, seq.computed, swap.computed - seq.computed, swap)
 
     def forget(self, seq: Sequence) -> None:
         """A swapped sequence was freed: give its host blocks back. Others are ignored."""
