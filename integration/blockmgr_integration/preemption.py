@@ -1,0 +1,106 @@
+"""Preemption: how a running request gives its blocks up, and how it comes back.
+
+    recompute  drop the blocks; what is still cached is found again, the rest is computed again
+    swap       copy the blocks nobody else leases to host pages; without room there: recompute
+    auto       the cheaper of the two, by a cost model measured on this machine
+
+A preempted request keeps its tokens in the manager's sequence. Copies are made at once, in order with the model's
+work, so a swapped sequence's blocks are free when the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from blockmgr import BlockManager, NeverFits, NoSpace, Sequence
+from blockmgr.tiers import HostTier, Loads, Swap
+
+from .host_pages import HostPages, TransferFailed
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What computing and moving cost here, in seconds."""
+
+    per_token: float  # one prompt token computed in a large chunk
+    per_block: float  # one block copied one way
+
+    def swap(self, blocks: int) -> float:
+        """Out and back."""
+        return 2 * blocks * self.per_block
+
+    def recompute(self, tokens: int) -> float:
+        return tokens * self.per_token
+
+    def worth_loading(self, blocks: int, tokens: int) -> bool:
+        """Whether loading so many blocks beats computing their tokens."""
+        return blocks * self.per_block < tokens * self.per_token
+
+
+class Preemption(Protocol):
+    """Takes a live sequence's blocks and brings it back."""
+
+    def out(self, seq: Sequence) -> None: ...
+    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None: ...  # type: ignore[type-arg]
+
+
+class ByRecompute:
+    """Drop the blocks, compute again what is not cached any more."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+
+    def out(self, seq: Sequence) -> None:
+        self._manager.preempt(seq)
+
+    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None:  # type: ignore[type-arg]
+        return self._manager.resume(seq, more if len(more) else None)
+
+
+class BySwap:
+    """Move the blocks to host pages and back; whatever fails degrades to recomputation.
+
+    chosen  whether to swap this sequence at all (else it is recomputed)
+    """
+
+    def __init__(self, tier: HostTier, host: HostPages, chosen: Callable[[Sequence], bool] = lambda seq: True) -> None:
+        self._tier, self._host, self._chosen = tier, host, chosen
+
+    def out(self, seq: Sequence) -> None:
+        swap: Swap | None = self._tier.swap_out(seq) if self._chosen(seq) else None
+        if swap is None:
+            self._tier.manager.preempt(seq)
+            return
+        try:
+            self._host.save(swap.pairs)
+        except TransferFailed:
+            self._tier.swapped_out(swap, ok=False)
+        else:
+            self._tier.swapped_out(swap)
+
+    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None:  # type: ignore[type-arg]
+        answer = self._tier.swap_in(seq, more if len(more) else None)
+        if isinstance(answer, Loads):
+            try:
+                self._host.load(answer.pairs)
+            except TransferFailed:
+                self._tier.loaded(answer, ok=False)
+            else:
+                self._tier.loaded(answer)
+            return None
+        return answer
+
+
+def cheaper(manager: BlockManager, cost: CostModel) -> Callable[[Sequence], bool]:
+    """For BySwap: swap a sequence if that costs less than computing the tokens that are not shared with anyone."""
+
+    def swap(seq: Sequence) -> bool:
+        blocks = seq.block_table
+        own = int(np.count_nonzero(manager.pool.lease[blocks] == 1))
+        return cost.swap(own) < cost.recompute(min(own * manager.block_size, seq.computed))
+
+    return swap
