@@ -17,23 +17,34 @@ tile. Everything is compiled once per machine and cached beside the package (or 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from . import cpu_simd as simd
 
 LANES, TILE, ROWS = simd.LANES, simd.TILE, simd.ROWS
 SCORE_TOKENS = 64  # tokens of one score tile; tiles start at absolute multiples of it
-CHUNK = 256  # tokens that all heads and query tiles of an item go through before the next ones
+COPY_FROM = 1 << 30  # packed rows from which float32 tiles are copied first, too
+FEW_BYTES = 1 << 20  # bytes of a tile of tokens in all heads where few queries share it: two fit the L2 cache
 FEW = 8  # packed rows up to which head elements go in lanes
 QUERIES = 256  # query tokens of an item that are packed at a time
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 
 OK, BAD_STARTS, BAD_LENGTH, BAD_ENTRY, STALE_PLAN = 0, 1, 2, 3, 4  # results of `check_rows`
 
-_options = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    return cast(_Function, njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def _inlined(function: _Function) -> _Function:
+    return cast(_Function, njit(cache=True, nogil=True, error_model="numpy", inline="always")(function))
+
 
 _lanes_1, _lanes_2 = simd.scores_lanes[1], simd.scores_lanes[2]
 _single_1, _single_2 = simd.scores_lanes_one[1], simd.scores_lanes_one[2]
@@ -44,16 +55,17 @@ _few_1, _few_2, _few_3, _few_4 = (simd.scores_rows[count] for count in (1, 2, 3,
 _values_1, _values_2, _values_3, _values_4 = (simd.values_by[count] for count in (1, 2, 3, 4))
 _widen_f32, _widen_f16, _widen_bf16, _widen_f8, _widen_i8 = (simd.widen_by[kind] for kind in range(5))
 _softmax_lanes, _softmax_rows, _soft_cap = simd.softmax_lanes, simd.softmax_rows, simd.soft_cap
-_load_float, _load_int, _store_int = simd.load_float, simd.load_int, simd.store_int
+_values_few_1, _values_few_2, _values_few_3, _values_few_4 = (simd.values_few[count] for count in (1, 2, 3, 4))
+_load_float = simd.load_float
 _TOKENS_1, _TOKENS_2 = simd.TOKENS[1], simd.TOKENS[2]
 _TOKENS_3, _TOKENS_4 = simd.TOKENS[3 if _wide else 1], simd.TOKENS[4 if _wide else 2]
 
 
-@njit(**_options)
+@_compiled
 def check_rows(
     tables: Any, starts: Any, lengths: Any, tokens: int, num_blocks: int, block_size: int, window: int,
     order: Any, run_rows: Any, run_blocks: Any,
-) -> tuple[int, int, int]:  # fmt: skip
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Look at all metadata that will be used, before anything is: (result, row, offending value)."""
     rows, width = tables.shape
     if starts[0] != 0:
@@ -83,7 +95,7 @@ def check_rows(
     return OK, 0, 0
 
 
-@njit(inline="always", **_options)
+@_inlined
 def _widen(kind: int, source: int, stride: int, item: int, target: int, count: int) -> None:
     """`count` elements, `stride` bytes apart, as float32; `item` bytes each."""
     step = count if stride == item else 1
@@ -100,93 +112,162 @@ def _widen(kind: int, source: int, stride: int, item: int, target: int, count: i
             _widen_i8(source + done * stride, target + 4 * done, step)
 
 
-@njit(inline="always", **_options)
-def _score_lanes(queries: int, vectors: int, keys: int, head: int, scores: int, count: int, dim: int) -> None:
-    """scores[t, lane] for `count` tokens whose key addresses lie at `keys`, head `head` bytes on."""
+@_inlined
+def _score_lanes(queries: int, vectors: int, keys: int, scores: int, count: int, dim: int) -> None:
+    """scores[t, lane] for `count` tokens whose key addresses lie at `keys`."""
     line = 4 * LANES * vectors
     done = 0
     if vectors == 1:
         while done + _TOKENS_1 <= count:
-            _lanes_1(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _lanes_1(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += _TOKENS_1
         while done < count:
-            _single_1(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _single_1(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += 1
     elif vectors == 2:
         while done + _TOKENS_2 <= count:
-            _lanes_2(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _lanes_2(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += _TOKENS_2
         while done < count:
-            _single_2(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _single_2(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += 1
     elif vectors == 3:
         while done + _TOKENS_3 <= count:
-            _lanes_3(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _lanes_3(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += _TOKENS_3
         while done < count:
-            _single_3(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _single_3(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += 1
     else:
         while done + _TOKENS_4 <= count:
-            _lanes_4(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _lanes_4(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += _TOKENS_4
         while done < count:
-            _single_4(queries, line, keys + 8 * done, head, scores + done * line, line, dim)
+            _single_4(queries, line, keys + 8 * done, scores + done * line, line, dim)
             done += 1
 
 
-@njit(inline="always", **_options)
-def _score_few(queries: int, stride: int, rows: int, keys: int, head: int, scores: int, count: int, dim: int) -> None:
+@_inlined
+def _score_few(
+    queries: int, stride: int, rows: int, keys: int, scores: int, count: int, dim: int, ahead: int, item: int
+) -> None:
     """scores[t, q], ROWS to a token; tokens are done in fours, so up to 3 more than `count` must have an address."""
     for done in range(0, count, 4):
-        at, place = keys + 8 * done, scores + 4 * ROWS * done
+        at, place, coming = keys + 8 * done, scores + 4 * ROWS * done, ahead + 8 * done
         if rows == 1:
-            _few_1(queries, stride, at, head, place, dim)
+            _few_1(queries, stride, at, place, dim, coming, item)
         elif rows == 2:
-            _few_2(queries, stride, at, head, place, dim)
+            _few_2(queries, stride, at, place, dim, coming, item)
         elif rows == 3:
-            _few_3(queries, stride, at, head, place, dim)
+            _few_3(queries, stride, at, place, dim, coming, item)
         else:
-            _few_4(queries, stride, at, head, place, dim)
+            _few_4(queries, stride, at, place, dim, coming, item)
 
 
-@njit(inline="always", **_options)
-def _add_values(weights: int, line: int, values: int, head: int, count: int, rows: int, alpha: int, dim: int) -> None:
+@_inlined
+def _add_values(weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int) -> None:
     """Rescale and add to ROWS outputs whose row addresses lie at `rows`; dim is a multiple of LANES."""
     done, left = 0, dim // LANES
     while left >= 4:
-        _values_4(weights, line, values, head + 4 * done, count, rows, 4 * done, alpha)
+        _values_4(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
         done += 4 * LANES
         left -= 4
     if left == 3:
-        _values_3(weights, line, values, head + 4 * done, count, rows, 4 * done, alpha)
+        _values_3(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
     elif left == 2:
-        _values_2(weights, line, values, head + 4 * done, count, rows, 4 * done, alpha)
+        _values_2(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
     elif left == 1:
-        _values_1(weights, line, values, head + 4 * done, count, rows, 4 * done, alpha)
+        _values_1(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
 
 
-@njit(**_options)
+@_inlined
+def _add_values_few(
+    weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int, ahead: int, item: int
+) -> None:
+    """The same with prefetching."""
+    done, left = 0, dim // LANES
+    while left >= 4:
+        _values_few_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        done += 4 * LANES
+        left -= 4
+    if left == 3:
+        _values_few_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+    elif left == 2:
+        _values_few_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+    elif left == 1:
+        _values_few_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+
+
+@_inlined
+def _locate(table: Any, at: int, count: int, block_size: int, pages: Any, keys: Any, values: Any) -> None:
+    """Addresses, at head 0, of the keys and values of `count` tokens from position `at`."""
+    k_address, k_block, k_slot, _, _, v_address, v_block, v_slot, _, _, _ = pages
+    column, offset = at // block_size, at % block_size
+    for t in range(count):
+        block = np.int64(table[column])
+        keys[t] = k_address + block * k_block + offset * k_slot
+        values[t] = v_address + block * v_block + offset * v_slot
+        offset += 1
+        if offset == block_size:
+            offset = 0
+            column += 1
+
+
+@_compiled
+def _pack(members: Any, first: int, packed: int, rounded: int, few: bool, query: Any, sizes: Any, by: Any,
+          work: Any) -> None:  # fmt: skip
+    """Queries, scaled by `by` per KV head: row by row for few, else tile by tile with the rows in lanes."""
+    q_address, q_token, q_head = query
+    heads, kv_heads, dim, _, _ = sizes
+    group = heads // kv_heads
+    padded = (dim + LANES - 1) // LANES * LANES
+    for head in range(kv_heads):
+        for row in range(packed):
+            source = q_address + members[first + row // group] * q_token + (head * group + row % group) * q_head
+            if few:
+                start = (head * rounded + row) * padded
+                for d in range(dim):
+                    work[start + d] = _load_float(source + 4 * d) * by[head]
+                for d in range(dim, padded):
+                    work[start + d] = 0.0
+            else:
+                begin = row // TILE * TILE
+                lanes = min(TILE, (packed - begin + LANES - 1) // LANES * LANES)
+                start = (head * rounded + begin) * padded + row - begin
+                for d in range(dim):
+                    work[start + d * lanes] = _load_float(source + 4 * d) * by[head]
+        if not few and packed % LANES:
+            begin = packed // TILE * TILE
+            lanes = (packed - begin + LANES - 1) // LANES * LANES
+            for row in range(packed - begin, lanes):
+                for d in range(dim):
+                    work[(head * rounded + begin) * padded + row + d * lanes] = 0.0
+
+
+@_compiled
 def _attend_item(
-    members: Any, base: int, first: int, last: int, table: Any, run_start: int, run_stop: int,
+    members: Any, first: int, last: int, table: Any, run_start: Any, run_stop: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
     position: Any, accumulators: Any, maximum: Any, total: Any, work: Any,
 ) -> None:  # fmt: skip
     """Queries members[first:last] (token numbers) against tokens run_start..run_stop of the rows of one `table`."""
-    q_address, q_token, q_head = query
-    k_address, k_block, k_slot, k_head, k_item, v_address, v_block, v_slot, v_head, v_item, kind = pages
+    _, _, _, k_head, k_item, _, _, _, v_head, v_item, kind = pages
     heads, kv_heads, dim, value_dim, block_size = sizes
-    factor, window, cap, deterministic, direct = options
-    sinks, alibi, key_scales, value_scales = per_head
+    factor, window, cap, deterministic, in_place = options
+    _, alibi, key_scales, _ = per_head
     group = heads // kv_heads
     padded, value_padded = (dim + LANES - 1) // LANES * LANES, (value_dim + LANES - 1) // LANES * LANES
     item = simd.ITEM_BYTES[kind]
     packed = (last - first) * group
     few = packed <= FEW and not deterministic
+    direct = in_place and packed < COPY_FROM
     tile = ROWS if few else TILE
     tiles = (packed + tile - 1) // tile
+    token_tile = SCORE_TOKENS
+    while few and token_tile > 16 and token_tile * kv_heads * (dim + value_dim) * item > FEW_BYTES:
+        token_tile //= 2
 
-    # Packed rows: position and output row of each, state by KV head; rounded up to whole lanes with blind rows.
+    # Packed rows: what each sees, where its output lies, its state by KV head; blind rows fill up the last tile.
     rounded = (packed + TILE) // TILE * TILE
     seen_to, seen_from = np.zeros(rounded, np.int64), np.zeros(rounded, np.int64)
     high, sums = np.full((kv_heads, rounded), -np.inf, np.float32), np.zeros((kv_heads, rounded), np.float32)
@@ -201,85 +282,54 @@ def _attend_item(
             place = token * heads + head * group + lane
             high[head, row], sums[head, row] = maximum[place], total[place]
             out_rows[head, row] = accumulator + 4 * value_padded * place
+    by = np.full(kv_heads, np.float32(factor * _LOG2E), np.float32)
+    if len(key_scales):
+        by *= key_scales
+    _pack(members, first, packed, rounded, few, query, sizes, by, work)
 
-    # Queries, scaled into base 2; lane by lane for many, row by row for few.
-    queries = work.ctypes.data
-    for head in range(kv_heads):
-        by = factor * _LOG2E * (key_scales[head] if len(key_scales) else np.float32(1.0))
-        for row in range(packed):
-            source = (
-                q_address
-                + members[first + row // group] * q_token
-                + (head * group + row % group) * q_head
-            )  # fmt: skip
-            if few:
-                start = (head * rounded + row) * padded
-                for d in range(dim):
-                    work[start + d] = _load_float(source + 4 * d) * by
-                for d in range(dim, padded):
-                    work[start + d] = 0.0
-            else:
-                begin = row // TILE * TILE
-                lanes = min(TILE, (packed - begin + LANES - 1) // LANES * LANES)
-                start = (head * rounded + begin) * padded + row - begin
-                for d in range(dim):
-                    work[start + d * lanes] = _load_float(source + 4 * d) * by
-        if not few and packed % LANES:
-            begin = packed // TILE * TILE
-            lanes = (packed - begin + LANES - 1) // LANES * LANES
-            for row in range(packed - begin, lanes):
-                for d in range(dim):
-                    work[(head * rounded + begin) * padded + row + d * lanes] = 0.0
-
-    scores = np.empty(SCORE_TOKENS * TILE + 64, np.float32)
-    alpha = np.empty(TILE, np.float32)
-    few_high, few_sums = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    keys, values = np.empty(CHUNK + 4, np.int64), np.empty(CHUNK + 4, np.int64)
-    wide_keys = np.empty(1 if direct else CHUNK * padded, np.float32)
-    wide_values = np.empty(1 if direct else CHUNK * value_padded, np.float32)
-    if not direct:
-        wide_keys[:] = 0.0
-        wide_values[:] = 0.0
-    cap_store = np.empty(1, np.float32)
-    cap_store[0] = cap * _LOG2E
+    scores = np.empty(SCORE_TOKENS * TILE, np.float32)
+    place = scores.ctypes.data
+    alpha, few_high, few_sums = np.empty(TILE, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    key_rows, value_rows = np.empty(SCORE_TOKENS, np.int64), np.empty(SCORE_TOKENS, np.int64)
+    next_keys, next_values = np.empty(SCORE_TOKENS, np.int64), np.empty(SCORE_TOKENS, np.int64)
+    keys, values = np.empty(SCORE_TOKENS + 4, np.int64), np.empty(SCORE_TOKENS, np.int64)
+    ahead_keys, ahead_values = np.zeros(SCORE_TOKENS + 4, np.int64), np.zeros(SCORE_TOKENS, np.int64)
+    wide_keys = np.zeros(1 if direct else SCORE_TOKENS * padded, np.float32)
+    wide_values = np.zeros(1 if direct else SCORE_TOKENS * value_padded, np.float32)
+    cap_store = np.full(1, np.float32(cap * _LOG2E), np.float32)
 
     lowest, highest = seen_from[0], seen_to[0]
     for row in range(packed):
         lowest, highest = min(lowest, seen_from[row]), max(highest, seen_to[row])
-    begin_at, end_at = max(run_start, lowest), min(run_stop, highest)
-    chunk_size = SCORE_TOKENS if few else CHUNK
-    at = begin_at
-    while at < end_at:
-        stop = min(end_at, (at // chunk_size + 1) * chunk_size)
+    at, end = max(run_start, lowest), min(run_stop, highest)
+    stop = min(end, (at // token_tile + 1) * token_tile)
+    if at < end:
+        _locate(table, at, stop - at, block_size, pages, key_rows, value_rows)
+    while at < end:
         count = stop - at
-        column, offset = at // block_size, at % block_size
-        block = np.int64(table[column])
-        for t in range(count):
-            keys[t] = k_address + block * k_block + offset * k_slot
-            values[t] = v_address + block * v_block + offset * v_slot
-            offset += 1
-            if offset == block_size and t + 1 < count:
-                offset = 0
-                column += 1
-                block = np.int64(table[column])
-        for t in range(count, count + 4):
-            keys[t] = keys[count - 1]
+        next_stop = min(end, stop + token_tile)
+        next_count = next_stop - stop
+        _locate(table, stop, next_count, block_size, pages, next_keys, next_values)
         for head in range(kv_heads):
-            key_at, value_at = head * k_head, head * v_head
-            if not direct:
+            if few:  # what comes next: the same tokens' next head, or the next tokens' first
+                for t in range(SCORE_TOKENS):
+                    if head + 1 < kv_heads:
+                        ahead_keys[t] = key_rows[min(t, count - 1)] + (head + 1) * k_head
+                        ahead_values[t] = value_rows[min(t, count - 1)] + (head + 1) * v_head
+                    elif next_count > 0:
+                        ahead_keys[t] = next_keys[min(t, next_count - 1)]
+                        ahead_values[t] = next_values[min(t, next_count - 1)]
+            if direct:
                 for t in range(count):
-                    column = (at + t) // block_size
-                    source = np.int64(table[column]) * k_block + ((at + t) % block_size) * k_slot + head * k_head
-                    _widen(kind, k_address + source, k_item, item, wide_keys.ctypes.data + 4 * t * padded, dim)
-                    source = np.int64(table[column]) * v_block + ((at + t) % block_size) * v_slot + head * v_head
-                    _widen(
-                        kind, v_address + source, v_item, item, wide_values.ctypes.data + 4 * t * value_padded, value_dim
-                    )
+                    keys[t], values[t] = key_rows[t] + head * k_head, value_rows[t] + head * v_head
+            else:
+                for t in range(count):
                     keys[t] = wide_keys.ctypes.data + 4 * t * padded
                     values[t] = wide_values.ctypes.data + 4 * t * value_padded
-                for t in range(count, count + 4):
-                    keys[t] = keys[count - 1]
-                key_at, value_at = 0, 0
+                    _widen(kind, key_rows[t] + head * k_head, k_item, item, keys[t], dim)
+                    _widen(kind, value_rows[t] + head * v_head, v_item, item, values[t], value_dim)
+            for t in range(count, (count + 3) // 4 * 4):
+                keys[t] = keys[count - 1]
             for number in range(tiles):
                 row = number * tile
                 rows = min(tile, packed - row)
@@ -288,67 +338,72 @@ def _attend_item(
                 for r in range(row, row + rows):
                     low, top = min(low, seen_from[r]), max(top, seen_to[r])
                     inner_low, inner_top = max(inner_low, seen_from[r]), min(inner_top, seen_to[r])
-                begin, end = max(at, low), min(stop, top)
+                t0, t1 = max(at, low), min(stop, top)
+                if t0 >= t1:
+                    continue
+                n = t1 - t0
                 lanes = ROWS if few else (rows + LANES - 1) // LANES * LANES
                 line = 4 * lanes
-                tile_queries = queries + 4 * (head * rounded + row) * padded
-                state_high = high.ctypes.data + 4 * (head * rounded + row)
-                state_sums = sums.ctypes.data + 4 * (head * rounded + row)
-                outputs = out_rows.ctypes.data + 8 * (head * rounded + row)
+                state = 4 * (head * rounded + row)
+                tile_queries = work.ctypes.data + padded * state
+                k_at, v_at = keys.ctypes.data + 8 * (t0 - at), values.ctypes.data + 8 * (t0 - at)
+                filled = n
                 if few:
+                    if n % 4:
+                        for t in range(t1 - at, t1 - at + 4 - n % 4):
+                            keys[t] = keys[t1 - at - 1]
+                    _score_few(
+                        tile_queries, 4 * padded, rows, k_at, place, n, padded,
+                        ahead_keys.ctypes.data + 8 * (t0 - at), item,
+                    )  # fmt: skip
+                    while filled * ROWS % LANES:
+                        filled += 1
+                else:
+                    _score_lanes(tile_queries, lanes // LANES, k_at, place, n, dim)
+                if cap > 0:
+                    _soft_cap(place, filled * lanes, cap_store.ctypes.data)
+                if len(alibi):
+                    for r in range(rows):
+                        slope = alibi[head * group + (row + r) % group] * np.float32(_LOG2E)
+                        for t in range(n):
+                            scores[t * lanes + r] += slope * np.float32(t0 + t + 1 - seen_to[row + r])
+                if t1 > inner_top or t0 < inner_low:
+                    for r in range(rows):
+                        for t in range(max(0, min(n, seen_from[row + r] - t0))):
+                            scores[t * lanes + r] = -np.inf
+                        for t in range(max(0, seen_to[row + r] - t0), n):
+                            scores[t * lanes + r] = -np.inf
+                if few:
+                    for index in range(n * ROWS, filled * ROWS):
+                        scores[index] = -np.inf
                     for lane in range(LANES):
-                        few_high[lane] = high[head, row + lane % ROWS]
-                        few_sums[lane] = sums[head, row + lane % ROWS]
-                t0 = begin
-                while t0 < end:
-                    t1 = min(end, (t0 // SCORE_TOKENS + 1) * SCORE_TOKENS)
-                    n = t1 - t0
-                    place = scores.ctypes.data
-                    k_at, v_at = keys.ctypes.data + 8 * (t0 - at), values.ctypes.data + 8 * (t0 - at)
-                    if few:
-                        _score_few(tile_queries, 4 * padded, rows, k_at, key_at, place, n, padded)
-                        filled = (n + 3) // 4 * 4
-                        while filled * ROWS % LANES:
-                            filled += 4
-                    else:
-                        _score_lanes(tile_queries, lanes // LANES, k_at, key_at, place, n, dim)
-                        filled = n
-                    if cap > 0:
-                        _soft_cap(place, filled * lanes, cap_store.ctypes.data)
-                    if len(alibi):
-                        for r in range(rows):
-                            slope = alibi[head * group + (row + r) % group] * np.float32(_LOG2E)
-                            for t in range(n):
-                                scores[t * lanes + r] += slope * np.float32(t0 + t + 1 - seen_to[row + r])
-                    if t1 > inner_top or t0 < inner_low:
-                        for r in range(rows):
-                            for t in range(0, max(0, min(n, seen_from[row + r] - t0))):
-                                scores[t * lanes + r] = -np.inf
-                            for t in range(max(0, seen_to[row + r] - t0), n):
-                                scores[t * lanes + r] = -np.inf
-                    if few:
-                        for index in range(n * ROWS, filled * ROWS):
-                            scores[index] = -np.inf
-                        _softmax_rows(
-                            place, 4 * LANES, filled * ROWS // LANES,
-                            few_high.ctypes.data, few_sums.ctypes.data, alpha.ctypes.data,
-                        )  # fmt: skip
-                    else:
-                        for vector in range(0, lanes, LANES):
-                            _softmax_lanes(
-                                place + 4 * vector, line, n,
-                                state_high + 4 * vector, state_sums + 4 * vector, alpha.ctypes.data + 4 * vector,
-                            )  # fmt: skip
-                    for r in range(0, rows, ROWS):
-                        _add_values(
-                            place + 4 * r, line, v_at, value_at, n,
-                            outputs + 8 * r, alpha.ctypes.data + 4 * r, value_padded,
-                        )  # fmt: skip
-                    t0 = t1
-                if few:
+                        few_high[lane], few_sums[lane] = high[head, row + lane % ROWS], sums[head, row + lane % ROWS]
+                    _softmax_rows(
+                        place, 4 * LANES, filled * ROWS // LANES,
+                        few_high.ctypes.data, few_sums.ctypes.data, alpha.ctypes.data,
+                    )  # fmt: skip
                     for r in range(rows):
                         high[head, row + r], sums[head, row + r] = few_high[r], few_sums[r]
-        at = stop
+                else:
+                    for at_lane in range(0, 4 * lanes, 4 * LANES):
+                        _softmax_lanes(
+                            place + at_lane, line, n, high.ctypes.data + state + at_lane,
+                            sums.ctypes.data + state + at_lane, alpha.ctypes.data + at_lane,
+                        )  # fmt: skip
+                outputs = out_rows.ctypes.data + 2 * state
+                if few:
+                    _add_values_few(
+                        place, line, v_at, n, outputs, alpha.ctypes.data, value_padded,
+                        ahead_values.ctypes.data + 8 * (t0 - at), item,
+                    )  # fmt: skip
+                else:
+                    for r in range(0, rows, ROWS):
+                        _add_values(
+                            place + 4 * r, line, v_at, n, outputs + 8 * r, alpha.ctypes.data + 4 * r, value_padded
+                        )
+        at, stop = stop, next_stop
+        key_rows, next_keys = next_keys, key_rows
+        value_rows, next_values = next_values, value_rows
     for row in range(packed):
         token, lane = members[first + row // group], row % group
         for head in range(kv_heads):
@@ -356,20 +411,20 @@ def _attend_item(
             maximum[place], total[place] = high[head, row], sums[head, row]
 
 
-@njit(**_options)
+@_compiled
 def _attend_members(
-    members: Any, count: int, table: Any, run_start: int, run_stop: int,
+    members: Any, count: int, table: Any, run_start: Any, run_stop: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
     position: Any, accumulators: Any, maximum: Any, total: Any, work: Any,
 ) -> None:  # fmt: skip
     for first in range(0, count, QUERIES):
         _attend_item(
-            members, 0, first, min(count, first + QUERIES), table, run_start, run_stop,
+            members, first, min(count, first + QUERIES), table, run_start, run_stop,
             query, pages, sizes, options, per_head, position, accumulators, maximum, total, work,
         )  # fmt: skip
 
 
-@njit(**_options)
+@_compiled
 def attend(
     tables: Any, starts: Any, lengths: Any, order: Any, run_rows: Any, run_blocks: Any, tail_starts: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
@@ -383,17 +438,14 @@ def attend(
     accumulators, maximum, total, work: float32 scratch, sized by `workspace`.
     """
     tokens = len(out)
-    heads, kv_heads, dim, value_dim, block_size = sizes
-    window = options[1]
+    heads, kv_heads, _, value_dim, block_size = sizes
     value_padded = (value_dim + LANES - 1) // LANES * LANES
-    sinks, alibi, key_scales, value_scales = per_head
+    sinks, _, _, value_scales = per_head
     accumulators[:] = 0.0
     maximum[:] = -np.inf
     total[:] = 0.0
     position = np.full(tokens, -1, np.int64)
-    longest = 0
     for row in range(len(lengths)):
-        longest = max(longest, np.int64(lengths[row]))
         for token in range(starts[row], starts[row + 1]):
             position[token] = np.int64(lengths[row]) - starts[row + 1] + token
     members = np.empty(tokens, np.int64)
@@ -417,7 +469,7 @@ def attend(
         start = np.int64(tail_starts[row]) * block_size if len(run_rows) else 0
         if count and start < lengths[row]:
             _attend_members(
-                members, count, tables[row], start, np.int64(lengths[row]),
+                members, count, tables[row], start, lengths[row],
                 query, pages, sizes, options, per_head, position, accumulators, maximum, total, work,
             )  # fmt: skip
     for token in range(tokens):
@@ -453,5 +505,3 @@ def workspace(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int) 
     packed = min(tokens, QUERIES) * (heads // kv_heads)
     return (tokens * heads + 1) * value_padded, kv_heads * ((packed + TILE) // TILE * TILE) * padded
 
-
-_ = types  # signatures are left to the first call: numba caches the compiled code by argument types

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -28,6 +28,7 @@ TILE_VECTORS = 4 if _WIDE else 2
 TILE = LANES * TILE_VECTORS
 # Tokens per score tile, by number of query vectors.
 TOKENS = {1: 8, 2: 8, 3: 4, 4: 4} if _WIDE else {1: 6, 2: 4}
+PREFETCH_LEVEL = 2
 ROWS = 4  # queries per tile of the functions that keep head elements in lanes
 
 _F, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -45,7 +46,7 @@ class _Emit:
     def __init__(self, builder: Any) -> None:
         self.b = builder
 
-    def int(self, value: int) -> Any:
+    def number(self, value: int) -> Any:
         return ir.Constant(_I64, value)
 
     def splat(self, value: float) -> Any:
@@ -58,7 +59,7 @@ class _Emit:
         """Pointer to address + offset bytes."""
         pointer = address if address.type == _PTR else self.b.inttoptr(address, _PTR)
         if isinstance(offset, int):
-            offset = self.int(offset)
+            offset = self.number(offset)
         return self.b.gep(pointer, [offset], source_etype=_I8)
 
     def load(self, pointer: Any, kind: Any = _VEC, align: int = 4) -> Any:
@@ -90,6 +91,12 @@ class _Emit:
         slot = cgutils.alloca_once(self.b, value.type)
         self.b.store(value, slot)
         return slot
+
+    def prefetch(self, pointer: Any) -> None:
+        """Bring a line towards the second-level cache; the hardware drops it when it is busy."""
+        signature = ir.FunctionType(ir.VoidType(), [_PTR, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(self.b.module, signature, "llvm.prefetch.p0")
+        self.b.call(function, [pointer, *(ir.Constant(_I32, value) for value in (0, PREFETCH_LEVEL, 1))])
 
     def exp2(self, x: Any) -> Any:
         """2**x for x <= 0 (and small positive x): 2 ulp; 0 below -126, -inf included."""
@@ -128,45 +135,47 @@ def _primitive(arguments: int, emit: Callable[..., None]) -> Any:
 
 
 def _scores_lanes(vectors: int, tokens: int) -> Any:
-    """(queries, query_stride, key_addresses, head, scores, score_stride, dim): queries in lanes.
+    """(queries, query_stride, key_addresses, scores, score_stride, dim): queries in lanes.
 
     scores[t, lane] = sum over d of keys[t][d] * queries[d, lane], for `tokens` tokens and `vectors` * LANES lanes.
     """
 
-    def emit(
-        e: _Emit, queries: Any, stride: Any, keys: Any, head: Any, scores: Any, score_stride: Any, dim: Any
-    ) -> None:
-        rows = [e.at(e.load(e.at(keys, 8 * t), _I64, 8), head) for t in range(tokens)]
+    def emit(e: _Emit, queries: Any, stride: Any, keys: Any, scores: Any, score_stride: Any, dim: Any) -> None:
+        rows = [e.at(e.load(e.at(keys, 8 * t), _I64, 8)) for t in range(tokens)]
         sums = [[e.variable(e.splat(0.0)) for _ in range(vectors)] for _ in range(tokens)]
         with cgutils.for_range(e.b, dim) as loop:
             line = e.at(queries, e.b.mul(loop.index, stride))
             lanes = [e.load(e.at(line, 4 * LANES * v)) for v in range(vectors)]
-            offset = e.b.mul(loop.index, e.int(4))
+            offset = e.b.mul(loop.index, e.number(4))
             for t in range(tokens):
                 key = e.broadcast(e.at(rows[t], offset))
                 for v in range(vectors):
                     e.b.store(e.fma(key, lanes[v], e.b.load(sums[t][v])), sums[t][v])
         for t in range(tokens):
-            line = e.at(scores, e.b.mul(e.int(t), score_stride))
+            line = e.at(scores, e.b.mul(e.number(t), score_stride))
             for v in range(vectors):
                 e.store(e.b.load(sums[t][v]), e.at(line, 4 * LANES * v))
 
-    return _primitive(7, emit)
+    return _primitive(6, emit)
 
 
 def _scores_rows(queries_count: int) -> Any:
-    """(queries, query_stride, key_addresses, head, scores, dim): head elements in lanes, for few queries.
+    """(queries, query_stride, key_addresses, scores, dim, ahead_addresses, item): head elements in lanes.
 
-    scores[t, q] = keys[t] . queries[q] for 4 tokens, 4 queries; dim a multiple of LANES.
+    scores[t, q] = keys[t] . queries[q] for 4 tokens, 4 queries; dim a multiple of LANES. On the way the rows at
+    `ahead_addresses`, elements of `item` bytes, are prefetched: few queries leave the memory too little time.
     """
 
-    def emit(e: _Emit, queries: Any, stride: Any, keys: Any, head: Any, scores: Any, dim: Any) -> None:
-        rows = [e.at(e.load(e.at(keys, 8 * t), _I64, 8), head) for t in range(4)]
-        lines = [e.at(queries, e.b.mul(e.int(q), stride)) for q in range(queries_count)]
+    def emit(e: _Emit, queries: Any, stride: Any, keys: Any, scores: Any, dim: Any, ahead: Any, item: Any) -> None:
+        coming = [e.at(e.load(e.at(ahead, 8 * t), _I64, 8)) for t in range(4)]
+        rows = [e.at(e.load(e.at(keys, 8 * t), _I64, 8)) for t in range(4)]
+        lines = [e.at(queries, e.b.mul(e.number(q), stride)) for q in range(queries_count)]
         sums = [[e.variable(e.splat(0.0)) for _ in range(queries_count)] for _ in range(4)]
-        with cgutils.for_range(e.b, e.b.udiv(dim, e.int(LANES))) as loop:
-            offset = e.b.mul(loop.index, e.int(4 * LANES))
+        with cgutils.for_range(e.b, e.b.udiv(dim, e.number(LANES))) as loop:
+            offset = e.b.mul(loop.index, e.number(4 * LANES))
             query = [e.load(e.at(line, offset)) for line in lines]
+            for row in coming:
+                e.prefetch(e.at(row, e.b.mul(loop.index, e.b.mul(item, e.number(LANES)))))
             for t in range(4):
                 key = e.load(e.at(rows[t], offset))
                 for q in range(queries_count):
@@ -176,7 +185,7 @@ def _scores_rows(queries_count: int) -> Any:
         for index, vector in enumerate(_reduce(e, flat)):
             e.store(vector, e.at(scores, 4 * LANES * index))
 
-    return _primitive(6, emit)
+    return _primitive(7, emit)
 
 
 def _reduce(e: _Emit, vectors: list[Any]) -> list[Any]:
@@ -232,25 +241,41 @@ def _softmax(folded: bool) -> Any:
     return _primitive(6, emit)
 
 
-def _values(vectors: int) -> Any:
-    """(weights, weight_stride, value_addresses, offset, tokens, accumulators, acc_offset, alpha).
+def _values(vectors: int, prefetching: bool) -> Any:
+    """(weights, weight_stride, value_addresses, offset, tokens, accumulators, alpha, ahead_addresses, item).
 
-    For ROWS queries and vectors * LANES head elements: acc[q] = acc[q] * alpha[q] + sum over t of weights[t, q] *
-    values[t]. accumulators: addresses of the queries' rows; offsets are bytes.
+    For ROWS queries and vectors * LANES head elements from `offset` (bytes): acc[q] = acc[q] * alpha[q] + sum over t
+    of weights[t, q] * values[t]; accumulators are the addresses of the queries' rows. Rows ahead as in scores_rows.
     """
 
     def emit(
-        e: _Emit, weights: Any, stride: Any, values: Any, offset: Any, tokens: Any, rows: Any, acc: Any, alpha: Any
+        e: _Emit,
+        weights: Any,
+        stride: Any,
+        values: Any,
+        offset: Any,
+        tokens: Any,
+        rows: Any,
+        alpha: Any,
+        ahead: Any,
+        item: Any,
     ) -> None:
-        places = [e.at(e.load(e.at(rows, 8 * q), _I64, 8), acc) for q in range(ROWS)]
+        places = [e.at(e.load(e.at(rows, 8 * q), _I64, 8), offset) for q in range(ROWS)]
         sums = []
         for q in range(ROWS):
             factor = e.broadcast(e.at(alpha, 4 * q))
             loaded = [e.load(e.at(places[q], 4 * LANES * v)) for v in range(vectors)]
             sums.append([e.variable(e.b.fmul(vector, factor)) for vector in loaded])
+        step = e.b.mul(item, e.number(LANES))
+        coming_at = e.b.mul(e.b.udiv(offset, e.number(4)), item)
         with cgutils.for_range(e.b, tokens) as loop:
-            row = e.at(e.load(e.at(values, e.b.mul(loop.index, e.int(8))), _I64, 8), offset)
+            place = e.b.mul(loop.index, e.number(8))
+            row = e.at(e.load(e.at(values, place), _I64, 8), offset)
             value = [e.load(e.at(row, 4 * LANES * v)) for v in range(vectors)]
+            if prefetching:
+                coming = e.at(e.load(e.at(ahead, place), _I64, 8), coming_at)
+                for v in range(vectors):
+                    e.prefetch(e.at(coming, e.b.mul(step, e.number(v))))
             line = e.at(weights, e.b.mul(loop.index, stride))
             for q in range(ROWS):
                 weight = e.broadcast(e.at(line, 4 * q))
@@ -260,7 +285,7 @@ def _values(vectors: int) -> Any:
             for v in range(vectors):
                 e.store(e.b.load(sums[q][v]), e.at(places[q], 4 * LANES * v))
 
-    return _primitive(8, emit)
+    return _primitive(9, emit)
 
 
 def _soft_cap() -> Any:
@@ -269,8 +294,8 @@ def _soft_cap() -> Any:
     def emit(e: _Emit, scores: Any, count: Any, cap: Any) -> None:
         size = e.spread(e.load(e.at(cap), _F))  # in base 2: soft_cap * log2(e)
         rate = e.b.fdiv(e.splat(-2 * math.log2(math.e)), size)
-        with cgutils.for_range(e.b, e.b.udiv(count, e.int(LANES))) as loop:
-            place = e.at(scores, e.b.mul(loop.index, e.int(4 * LANES)))
+        with cgutils.for_range(e.b, e.b.udiv(count, e.number(LANES))) as loop:
+            place = e.at(scores, e.b.mul(loop.index, e.number(4 * LANES)))
             score = e.load(place)
             # tanh(y) = (1 - u) / (1 + u), u = exp(-2 |y|), with y's sign
             sized = e.call("fabs", score)
@@ -305,15 +330,15 @@ def _widen(kind: int) -> Any:
 
     def emit(e: _Emit, source: Any, target: Any, count: Any) -> None:
         item, raw = ITEM_BYTES[kind], ir.IntType(8 * ITEM_BYTES[kind])
-        full = e.b.udiv(count, e.int(LANES))
+        full = e.b.udiv(count, e.number(LANES))
         with cgutils.for_range(e.b, full) as loop:
-            vector = e.load(e.at(source, e.b.mul(loop.index, e.int(item * LANES))), ir.VectorType(raw, LANES), item)
-            e.store(convert(e, vector, _IVEC, _VEC), e.at(target, e.b.mul(loop.index, e.int(4 * LANES))))
-        done = e.b.mul(full, e.int(LANES))
+            vector = e.load(e.at(source, e.b.mul(loop.index, e.number(item * LANES))), ir.VectorType(raw, LANES), item)
+            e.store(convert(e, vector, _IVEC, _VEC), e.at(target, e.b.mul(loop.index, e.number(4 * LANES))))
+        done = e.b.mul(full, e.number(LANES))
         with cgutils.for_range(e.b, e.b.sub(count, done)) as loop:
             index = e.b.add(done, loop.index)
-            scalar = e.load(e.at(source, e.b.mul(index, e.int(item))), raw, item)
-            e.store(convert(e, scalar, _I32, _F), e.at(target, e.b.mul(index, e.int(4))))
+            scalar = e.load(e.at(source, e.b.mul(index, e.number(item))), raw, item)
+            e.store(convert(e, scalar, _I32, _F), e.at(target, e.b.mul(index, e.number(4))))
 
     return _primitive(3, emit)
 
@@ -330,37 +355,22 @@ def _resize(shape: Any, element: Any) -> Any:
     return ir.VectorType(element, shape.count) if isinstance(shape, ir.VectorType) else element
 
 
-def _scalar(result: Any, kind: Any, arguments: int) -> Any:
-    """An intrinsic that loads (address) or stores (address, value) one scalar."""
-    ir_kind = {types.float32: _F, types.int64: _I64}[kind]
-    if arguments == 1:
+@intrinsic  # type: ignore[untyped-decorator]
+def load_float(typing: Any, address: Any) -> Any:
+    """The float32 at an address."""
 
-        def read(typing: Any, address: Any) -> Any:
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                return _Emit(builder).load(_Emit(builder).at(args[0]), ir_kind)
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        emit = _Emit(builder)
+        return emit.load(emit.at(args[0]), _F)
 
-            return result(types.int64), generate
-
-        return intrinsic(read)
-
-    def write(typing: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Emit(builder).store(args[1], _Emit(builder).at(args[0]))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, kind), generate
-
-    return intrinsic(write)
+    return types.float32(types.int64), generate
 
 
 scores_lanes = {vectors: _scores_lanes(vectors, TOKENS[vectors]) for vectors in range(1, TILE_VECTORS + 1)}
 scores_lanes_one = {vectors: _scores_lanes(vectors, 1) for vectors in range(1, TILE_VECTORS + 1)}
 scores_rows = {count: _scores_rows(count) for count in range(1, ROWS + 1)}
 softmax_lanes, softmax_rows = _softmax(False), _softmax(True)
-values_by = {vectors: _values(vectors) for vectors in range(1, 5)}
+values_by = {vectors: _values(vectors, False) for vectors in range(1, 5)}
+values_few = {vectors: _values(vectors, True) for vectors in range(1, 5)}
 soft_cap = _soft_cap()
 widen_by = {kind: _widen(kind) for kind in range(5)}
-load_float = _scalar(types.float32, types.float32, 1)
-store_float = _scalar(types.void, types.float32, 2)
-store_int = _scalar(types.void, types.int64, 2)
-load_int = _scalar(types.int64, types.int64, 1)

@@ -137,14 +137,14 @@ class _Call:
         chosen, positions = torch.from_numpy(tokens), torch.from_numpy(self.positions[tokens])
         count, stop = len(tokens), start + len(keys)
         query = self.query[chosen].permute(1, 0, 2, 3).flatten(1, 2)
-        scores = torch.bmm(query, keys.permute(1, 2, 0)).unflatten(1, (count, -1))
+        scores = torch.bmm(query, keys.permute(1, 2, 0)).view(len(query), count, -1, stop - start)
         hidden = None
         if int(positions.min()) < stop - 1 or (self.window and int(positions.max()) - self.window >= start):
             distance = torch.arange(start, stop)[None] - positions[:, None]
             hidden = (distance > 0) | (distance <= -self.window) if self.window else distance > 0
         scores = self._shape(scores, start, positions, hidden)
         maximum, total, weights = _softmax(scores)
-        output = torch.bmm(weights.flatten(1, 2), values.permute(1, 0, 2)).unflatten(1, (count, -1))
+        output = torch.bmm(weights.flatten(1, 2), values.permute(1, 0, 2)).view(*total.shape, -1)
         self._merge(chosen, *(part.transpose(0, 1) for part in (maximum, total, output)))
 
     def single(self, tokens: Array, rows: Array, starts: Array, stops: Array) -> None:
@@ -240,7 +240,7 @@ def paged_attention(
     positions[: len(rows)] = np.arange(len(rows)) + np.repeat(tokens.astype(np.int64) - bounds[1:], counts)
     split = (shape.kv_heads, shape.group)
     call = _Call(
-        query=(query.to(torch.float32) * scale).unflatten(1, split),
+        query=(query.to(torch.float32) * scale).reshape(shape.tokens, *split, shape.key_dim),
         pages=(key_pages, value_pages),
         scales=(key_scales, value_scales),
         tables=tables,
@@ -275,9 +275,9 @@ def check_contents(tables: Array, bounds: Array, lengths: Array, shape: Shape, w
     if window:
         oldest = np.maximum(0, lengths.astype(np.int64) - counts - window + 1)
         used &= columns + shape.block_size > oldest[:, None]
-    wrong = np.argwhere(used & ((tables < 0) | (tables >= shape.num_blocks)))
-    if len(wrong):
-        row, column = wrong[0].tolist()
+    strange = np.argwhere(used & ((tables < 0) | (tables >= shape.num_blocks)))
+    if len(strange):
+        row, column = strange[0].tolist()
         raise RangeError(f"table entry {int(tables[row, column])} of row {row} is outside 0..{shape.num_blocks - 1}")
 
 
@@ -354,5 +354,3 @@ def _finish(call: _Call, sinks: torch.Tensor | None, out: torch.Tensor, return_l
     factor = torch.where(empty, 0.0, shrink / total)
     out.copy_(call.output.flatten(1, 2) * factor[..., None])
     return maximum + total.log() if return_lse else None
-
-
