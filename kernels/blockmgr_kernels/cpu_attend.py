@@ -27,7 +27,6 @@ from . import cpu_simd as simd
 
 LANES, TILE, ROWS = simd.LANES, simd.TILE, simd.ROWS
 SCORE_TOKENS = 64  # tokens of one score tile; tiles start at absolute multiples of it
-COPY_FROM = 1 << 30  # packed rows from which float32 tiles are copied first, too
 FEW_BYTES = 1 << 20  # bytes of a tile of tokens in all heads where few queries share it: two fit the L2 cache
 FEW = 8  # packed rows up to which head elements go in lanes
 QUERIES = 256  # query tokens of an item that are packed at a time
@@ -253,14 +252,13 @@ def _attend_item(
     """Queries members[first:last] (token numbers) against tokens run_start..run_stop of the rows of one `table`."""
     _, _, _, k_head, k_item, _, _, _, v_head, v_item, kind = pages
     heads, kv_heads, dim, value_dim, block_size = sizes
-    factor, window, cap, deterministic, in_place = options
+    factor, window, cap, deterministic, direct = options
     _, alibi, key_scales, _ = per_head
     group = heads // kv_heads
     padded, value_padded = (dim + LANES - 1) // LANES * LANES, (value_dim + LANES - 1) // LANES * LANES
     item = simd.ITEM_BYTES[kind]
     packed = (last - first) * group
     few = packed <= FEW and not deterministic
-    direct = in_place and packed < COPY_FROM
     tile = ROWS if few else TILE
     tiles = (packed + tile - 1) // tile
     token_tile = SCORE_TOKENS

@@ -102,8 +102,9 @@ def _refuse(
 
 
 def _int32(array: Metadata) -> Array:
-    plain = array if isinstance(array, np.ndarray) else array.numpy()
-    return np.ascontiguousarray(plain, np.int32)
+    plain = np.ascontiguousarray(array if isinstance(array, np.ndarray) else array.numpy(), np.int32)
+    # numba would compile everything once more for arrays that are read-only.
+    return plain if plain.flags.writeable else plain.copy()
 
 
 def _floats(values: torch.Tensor | None) -> Array:
