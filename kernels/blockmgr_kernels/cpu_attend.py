@@ -41,10 +41,6 @@ def _compiled(function: _Function) -> _Function:
     return cast(_Function, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
-def _inlined(function: _Function) -> _Function:
-    return cast(_Function, njit(cache=True, nogil=True, error_model="numpy", inline="always")(function))
-
-
 _lanes_1, _lanes_2 = simd.scores_lanes[1], simd.scores_lanes[2]
 _single_1, _single_2 = simd.scores_lanes_one[1], simd.scores_lanes_one[2]
 _wide = simd.TILE_VECTORS == 4
@@ -94,7 +90,7 @@ def check_rows(
     return OK, 0, 0
 
 
-@_inlined
+@_compiled
 def _widen(kind: int, source: int, stride: int, item: int, target: int, count: int) -> None:
     """`count` elements, `stride` bytes apart, as float32; `item` bytes each."""
     step = count if stride == item else 1
@@ -111,7 +107,7 @@ def _widen(kind: int, source: int, stride: int, item: int, target: int, count: i
             _widen_i8(source + done * stride, target + 4 * done, step)
 
 
-@_inlined
+@_compiled
 def _score_lanes(queries: int, vectors: int, keys: int, scores: int, count: int, dim: int) -> None:
     """scores[t, lane] for `count` tokens whose key addresses lie at `keys`."""
     line = 4 * LANES * vectors
@@ -146,7 +142,7 @@ def _score_lanes(queries: int, vectors: int, keys: int, scores: int, count: int,
             done += 1
 
 
-@_inlined
+@_compiled
 def _score_few(
     queries: int, stride: int, rows: int, keys: int, scores: int, count: int, dim: int, ahead: int, item: int
 ) -> None:
@@ -163,7 +159,7 @@ def _score_few(
             _few_4(queries, stride, at, place, dim, coming, item)
 
 
-@_inlined
+@_compiled
 def _add_values(weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int) -> None:
     """Rescale and add to ROWS outputs whose row addresses lie at `rows`; dim is a multiple of LANES."""
     done, left = 0, dim // LANES
@@ -179,7 +175,7 @@ def _add_values(weights: int, line: int, values: int, count: int, rows: int, alp
         _values_1(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
 
 
-@_inlined
+@_compiled
 def _add_values_few(
     weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int, ahead: int, item: int
 ) -> None:
@@ -197,7 +193,7 @@ def _add_values_few(
         _values_few_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
 
 
-@_inlined
+@_compiled
 def _locate(table: Any, at: int, count: int, block_size: int, pages: Any, keys: Any, values: Any) -> None:
     """Addresses, at head 0, of the keys and values of `count` tokens from position `at`."""
     k_address, k_block, k_slot, _, _, v_address, v_block, v_slot, _, _, _ = pages
@@ -410,19 +406,6 @@ def _attend_item(
 
 
 @_compiled
-def _attend_members(
-    members: Any, count: int, table: Any, run_start: Any, run_stop: Any,
-    query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
-    position: Any, accumulators: Any, maximum: Any, total: Any, work: Any,
-) -> None:  # fmt: skip
-    for first in range(0, count, QUERIES):
-        _attend_item(
-            members, first, min(count, first + QUERIES), table, run_start, run_stop,
-            query, pages, sizes, options, per_head, position, accumulators, maximum, total, work,
-        )  # fmt: skip
-
-
-@_compiled
 def attend(
     tables: Any, starts: Any, lengths: Any, order: Any, run_rows: Any, run_blocks: Any, tail_starts: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
@@ -447,27 +430,26 @@ def attend(
         for token in range(starts[row], starts[row + 1]):
             position[token] = np.int64(lengths[row]) - starts[row + 1] + token
     members = np.empty(tokens, np.int64)
-    for run in range(len(run_rows)):
+    runs = len(run_rows)
+    owner: Any = 0  # the row whose table is read
+    for item in range(runs + len(lengths)):
         count = 0
-        for place in range(run_rows[run, 0], run_rows[run, 1]):
-            for token in range(starts[order[place]], starts[order[place] + 1]):
+        if item < runs:
+            owner = np.int64(order[run_rows[item, 0]])
+            start, stop = np.int64(run_blocks[item, 0]) * block_size, np.int64(run_blocks[item, 1]) * block_size
+            for place in range(run_rows[item, 0], run_rows[item, 1]):
+                for token in range(starts[order[place]], starts[order[place] + 1]):
+                    members[count] = token
+                    count += 1
+        else:
+            owner = item - runs
+            start, stop = np.int64(tail_starts[owner]) * block_size if runs else 0, np.int64(lengths[owner])
+            for token in range(starts[owner], starts[owner + 1]):
                 members[count] = token
                 count += 1
-        if count:
-            _attend_members(
-                members, count, tables[order[run_rows[run, 0]]],
-                np.int64(run_blocks[run, 0]) * block_size, np.int64(run_blocks[run, 1]) * block_size,
-                query, pages, sizes, options, per_head, position, accumulators, maximum, total, work,
-            )  # fmt: skip
-    for row in range(len(lengths)):
-        count = 0
-        for token in range(starts[row], starts[row + 1]):
-            members[count] = token
-            count += 1
-        start = np.int64(tail_starts[row]) * block_size if len(run_rows) else 0
-        if count and start < lengths[row]:
-            _attend_members(
-                members, count, tables[row], start, lengths[row],
+        for first in range(0, count if start < stop else 0, QUERIES):
+            _attend_item(
+                members, first, min(count, first + QUERIES), tables[owner], start, stop,
                 query, pages, sizes, options, per_head, position, accumulators, maximum, total, work,
             )  # fmt: skip
     for token in range(tokens):
