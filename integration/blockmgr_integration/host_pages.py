@@ -42,9 +42,7 @@ class HostPages:
         """Copy host blocks to device blocks; `pairs` is int32 [k, 2] (host, device). Raises TransferFailed."""
         self._transfer(self._host, self._device, pairs)
 
-    def _transfer(
-        self, sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: np.ndarray[Any, Any]
-    ) -> None:
+    def _transfer(self, sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: np.ndarray[Any, Any]) -> None:
         if not len(pairs):
             return
         try:

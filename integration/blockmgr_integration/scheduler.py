@@ -36,6 +36,9 @@ class RequestTooLong(ValueError):
 class Request:
     """Greedy generation of `new_tokens` after `prompt` (token ids [T]). `output` grows as tokens are sampled.
 
+    priority  among waiting requests higher ones are admitted first, equal ones in order of arrival
+    cached    prompt tokens that were found computed when it was admitted
+
     Raises InvalidTokens for a prompt that is empty or holds anything but token ids, ValueError for new_tokens < 1.
     """
 
@@ -44,6 +47,8 @@ class Request:
     namespace: Namespace = field(default_factory=Namespace)
     output: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
+    priority: int = 0
+    cached: int = 0
 
     def __post_init__(self) -> None:
         self.ids = as_tokens(self.prompt)
@@ -99,7 +104,10 @@ class Scheduler:
                 f"prompt of {len(request.ids)} tokens and {request.new_tokens} new ones need "
                 f"{-(-slots // size)} blocks of {size}; the pool has {self.manager.num_blocks}"
             )
-        self.waiting.append(request)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].priority < request.priority:
+            place -= 1
+        self.waiting.insert(place, request)
 
     @property
     def idle(self) -> bool:
@@ -166,7 +174,7 @@ class Scheduler:
             request = self.waiting.popleft()
             answer = self.manager.admit(request.ids, namespace=request.namespace, reserve=request.new_tokens - 1)
             if answer:
-                request.sequence = answer
+                request.sequence, request.cached = answer, answer.cached
                 self.hit_tokens += answer.cached
                 self.prefilling.append(request)
                 continue

@@ -1,0 +1,52 @@
+"""`blockmgr serve`: an OpenAI-compatible server on loopback."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from blockmgr import BlockManager
+
+from .. import weights
+from ..async_engine import AsyncEngine
+from ..engine import Engine
+from ..options import BadInput, OneLineErrors
+from ..packed import pack_linear_layers
+from ..runner import ModelRunner
+from ..server import make_app
+
+app = OneLineErrors()
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Built-in model, folder or hub id.")] = weights.BUILT_IN,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")] = 1024,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    token_budget: Annotated[int, typer.Option(help="Most tokens fed to the model in one step.")] = 512,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 64,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 300.0,
+    threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
+) -> int:
+    """Serve chat completions and completions, with streaming, /metrics and /health."""
+    import uvicorn
+
+    counts = {"port": port, "num-blocks": num_blocks, "block-size": block_size, "token-budget": token_budget}
+    for name, value in (counts | {"max-waiting": max_waiting, "threads": threads}).items():
+        if value < 1:
+            raise BadInput(f"--{name} {value}: must be at least 1")
+    if port > 65535:
+        raise BadInput(f"--port {port}: must be at most 65535")
+    if deadline <= 0:
+        raise BadInput(f"--deadline {deadline}: must be more than 0 seconds")
+    torch.set_num_threads(threads)
+    language_model, tokenizer = weights.load(model, torch.float32)
+    pack_linear_layers(language_model)
+    runner = ModelRunner(language_model, num_blocks, block_size)
+    engine = Engine(BlockManager(num_blocks, block_size), runner, token_budget)
+    uvicorn.run(make_app(AsyncEngine(engine, max_waiting), tokenizer, model, deadline), host=host, port=port)
+    return 0
