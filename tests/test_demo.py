@@ -184,6 +184,18 @@ def test_missing_weights_are_named(
     assert not list(tmp_path.iterdir())
 
 
+@needs_weights
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Given a cache directory that is a file, when the weights are to be converted, then one line names it."""
+    (tmp_path / "blockmgr").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run_demo() == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("blockmgr: can't write the converted weights") and str(tmp_path) in line
+
+
 def test_a_gguf_model_is_converted_exactly_and_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a Llama written as GGUF with llama.cpp's order of q and k, when converted, then the folder loads as
     the original model and tokenizer; when the conversion fails half-way, then no folder is left."""

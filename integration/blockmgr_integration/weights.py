@@ -63,7 +63,10 @@ def built_in_folder(cache: Path | None = None) -> Path:
     gguf_file = _packaged_file()
     folder = (cache or cache_directory()) / f"{gguf_file.stem}-float32-{CONVERSION}"
     if not folder.is_dir():
-        convert_llama_gguf(gguf_file, folder)
+        try:
+            convert_llama_gguf(gguf_file, folder)
+        except OSError as error:
+            raise ModelNotFound(f"can't write the converted weights to {folder}: {error.strerror}") from error
     return folder
 
 
