@@ -22,6 +22,7 @@ from .reference import quantise, rotate
 Array = np.ndarray[Any, Any]
 
 _MOST_SCORES = 1 << 23  # floats of scores at a time; longer parts are cut by queries
+_PADDED = 256  # tokens of a tail up to which rows are padded into one product; longer ones are gathered alone
 _QUERIES = 128  # queries of a prefill that go together; what lies behind the last of them is not computed
 
 
@@ -120,17 +121,21 @@ class _Call:
     total: torch.Tensor
     output: torch.Tensor  # [T, KVH, G, Dv], not normalised
 
-    def read(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, KVH, D] of tokens start..stop of a row, float32."""
-        size = self.pages[0].shape[1]
-        first, last = start // size, -(-stop // size)
-        blocks = torch.from_numpy(self.tables[row, first:last].astype(np.int64))
-        cut = slice(start - first * size, stop - first * size)
+    def gather(self, blocks: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n * B, KVH, D] of n physical blocks, float32: a copy."""
+        chosen = torch.from_numpy(blocks.astype(np.int64))
         keys, values = (
-            _widen(_movable(pages)[blocks].view(pages.dtype).flatten(0, 1)[cut], scales)
+            _widen(_movable(pages).index_select(0, chosen).view(pages.dtype).flatten(0, 1), scales)
             for pages, scales in zip(self.pages, self.scales)
         )
         return keys, values
+
+    def read(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, KVH, D] of tokens start..stop of a row."""
+        size = self.pages[0].shape[1]
+        first = start // size
+        keys, values = self.gather(self.tables[row, first : -(-stop // size)])
+        return keys[start - first * size : stop - first * size], values[start - first * size : stop - first * size]
 
     def part(self, tokens: Array, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Advance the queries `tokens` by keys and values [n, KVH, D] of the positions from `start`."""
@@ -156,25 +161,27 @@ class _Call:
         used = columns * size < stops[:, None]
         # Padding names the row's first block, whose tokens are then hidden: entries beyond the length are anything.
         columns = np.where(used, columns, first[:, None])
-        blocks = torch.from_numpy(self.tables[rows[:, None], columns].astype(np.int64))
         places = torch.from_numpy(first)[:, None] * size + torch.arange(widest * size)[None]
         hidden = (places >= torch.from_numpy(stops)[:, None]) | (places < torch.from_numpy(starts)[:, None])
         keys, values = (
-            _widen(_movable(pages)[blocks].view(pages.dtype).flatten(1, 2), scales)
-            .masked_fill_(hidden[..., None, None], 0.0)
-            .transpose(1, 2)
-            for pages, scales in zip(self.pages, self.scales)
+            part.view(len(rows), widest * size, *part.shape[1:])
+            for part in self.gather(self.tables[rows[:, None], columns].reshape(-1))
         )
+        values.masked_fill_(hidden[..., None, None], 0.0)  # unwritten memory times a weight of 0 may be NaN
         chosen = torch.from_numpy(tokens)
         positions = torch.from_numpy(self.positions[tokens])
-        scores = torch.matmul(self.query[chosen], keys.transpose(2, 3))
+        query = self.query[chosen]
+        # Head by head: torch multiplies a strided batch in place, but copies two strided batch dimensions.
+        heads = range(query.shape[1])
+        scores = torch.stack([torch.bmm(query[:, head], keys[:, :, head].transpose(1, 2)) for head in heads], dim=1)
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         if self.alibi is not None:
             scores = scores + self.alibi[None, :, :, None] * (places - positions[:, None])[:, None, None]
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         maximum, total, weights = _softmax(scores)
-        self._merge(chosen, maximum, total, torch.matmul(weights, values))
+        output = torch.stack([torch.bmm(weights[:, head], values[:, :, head]) for head in heads], dim=1)
+        self._merge(chosen, maximum, total, output)
 
     def _shape(
         self, scores: torch.Tensor, start: int, positions: torch.Tensor, hidden: torch.Tensor | None
@@ -312,7 +319,8 @@ def _tails(call: _Call, bounds: Array, lengths: Array, tails: Array, shape: Shap
     if call.window:
         starts = np.maximum(tails, np.maximum(0, ends - counts - call.window + 1))
     left = ends - starts
-    singles = np.flatnonzero((counts == 1) & (left > 0))
+    alone = (counts > 1) | (left > _PADDED)
+    singles = np.flatnonzero((counts == 1) & (left > 0) & ~alone)
     # Rows of similar length together, so that padding at most doubles what is gathered.
     buckets = np.frexp(np.maximum(left[singles], 1).astype(np.float64))[1]
     for bucket in np.unique(buckets):
@@ -321,7 +329,7 @@ def _tails(call: _Call, bounds: Array, lengths: Array, tails: Array, shape: Shap
         for first in range(0, len(rows), most):
             piece = rows[first : first + most]
             call.single(bounds[piece].astype(np.int64), piece, starts[piece], ends[piece])
-    for row in np.flatnonzero((counts > 1) & (left > 0)).tolist():
+    for row in np.flatnonzero(alone & (counts > 0) & (left > 0)).tolist():
         keys, values = call.read(row, int(starts[row]), int(ends[row]))
         _in_pieces(call, np.arange(bounds[row], bounds[row + 1]), keys, values, int(starts[row]))
 
