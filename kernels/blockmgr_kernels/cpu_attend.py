@@ -47,11 +47,13 @@ _wide = simd.TILE_VECTORS == 4
 _lanes_3, _lanes_4 = simd.scores_lanes[3 if _wide else 1], simd.scores_lanes[4 if _wide else 2]
 _single_3, _single_4 = simd.scores_lanes_one[3 if _wide else 1], simd.scores_lanes_one[4 if _wide else 2]
 _few_1, _few_2, _few_3, _few_4 = (simd.scores_rows[count] for count in (1, 2, 3, 4))
+_half_1, _half_2, _half_3, _half_4 = (simd.scores_rows_half[count] for count in (1, 2, 3, 4))
 _values_1, _values_2, _values_3, _values_4 = (simd.values_by[count] for count in (1, 2, 3, 4))
 _widen_f32, _widen_f16, _widen_bf16, _widen_f8, _widen_i8 = (simd.widen_by[kind] for kind in range(5))
 _softmax_lanes, _softmax_rows, _soft_cap = simd.softmax_lanes, simd.softmax_rows, simd.soft_cap
 _values_few_1, _values_few_2, _values_few_3, _values_few_4 = (simd.values_few[count] for count in (1, 2, 3, 4))
-_load_float = simd.load_float
+_values_half_1, _values_half_2, _values_half_3, _values_half_4 = (simd.values_few_half[n] for n in (1, 2, 3, 4))
+_load_float, _fetch = simd.load_float, simd.fetch
 _TOKENS_1, _TOKENS_2 = simd.TOKENS[1], simd.TOKENS[2]
 _TOKENS_3, _TOKENS_4 = simd.TOKENS[3 if _wide else 1], simd.TOKENS[4 if _wide else 2]
 
@@ -108,48 +110,57 @@ def _widen(kind: int, source: int, stride: int, item: int, target: int, count: i
 
 
 @_compiled
-def _score_lanes(queries: int, vectors: int, keys: int, scores: int, count: int, dim: int) -> None:
-    """scores[t, lane] for `count` tokens whose key addresses lie at `keys`."""
+def _score_lanes(
+    queries: int, vectors: int, keys: int, scores: int, count: int, dim: int, ahead: int, size: int
+) -> None:
+    """scores[t, lane] for `count` tokens whose key addresses lie at `keys`; rows `ahead` are prefetched if not 0."""
     line = 4 * LANES * vectors
     done = 0
-    if vectors == 1:
-        while done + _TOKENS_1 <= count:
-            _lanes_1(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += _TOKENS_1
-        while done < count:
-            _single_1(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += 1
-    elif vectors == 2:
-        while done + _TOKENS_2 <= count:
-            _lanes_2(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += _TOKENS_2
-        while done < count:
-            _single_2(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += 1
-    elif vectors == 3:
-        while done + _TOKENS_3 <= count:
-            _lanes_3(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += _TOKENS_3
-        while done < count:
-            _single_3(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += 1
-    else:
-        while done + _TOKENS_4 <= count:
-            _lanes_4(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += _TOKENS_4
-        while done < count:
-            _single_4(queries, line, keys + 8 * done, scores + done * line, line, dim)
-            done += 1
+    tokens = _TOKENS_1 if vectors == 1 else _TOKENS_2 if vectors == 2 else _TOKENS_3 if vectors == 3 else _TOKENS_4
+    while done + tokens <= count:
+        at, place = keys + 8 * done, scores + done * line
+        if ahead:
+            _fetch(ahead + 8 * done, tokens, size)
+        if vectors == 1:
+            _lanes_1(queries, line, at, place, line, dim)
+        elif vectors == 2:
+            _lanes_2(queries, line, at, place, line, dim)
+        elif vectors == 3:
+            _lanes_3(queries, line, at, place, line, dim)
+        else:
+            _lanes_4(queries, line, at, place, line, dim)
+        done += tokens
+    while done < count:
+        at, place = keys + 8 * done, scores + done * line
+        if vectors == 1:
+            _single_1(queries, line, at, place, line, dim)
+        elif vectors == 2:
+            _single_2(queries, line, at, place, line, dim)
+        elif vectors == 3:
+            _single_3(queries, line, at, place, line, dim)
+        else:
+            _single_4(queries, line, at, place, line, dim)
+        done += 1
 
 
 @_compiled
 def _score_few(
-    queries: int, stride: int, rows: int, keys: int, scores: int, count: int, dim: int, ahead: int, item: int
-) -> None:
+    queries: int, stride: int, rows: int, keys: int, scores: int, count: int, dim: int,
+    ahead: int, item: int, half: bool,
+) -> None:  # fmt: skip
     """scores[t, q], ROWS to a token; tokens are done in fours, so up to 3 more than `count` must have an address."""
     for done in range(0, count, 4):
         at, place, coming = keys + 8 * done, scores + 4 * ROWS * done, ahead + 8 * done
-        if rows == 1:
+        if half:
+            if rows == 1:
+                _half_1(queries, stride, at, place, dim, coming, item)
+            elif rows == 2:
+                _half_2(queries, stride, at, place, dim, coming, item)
+            elif rows == 3:
+                _half_3(queries, stride, at, place, dim, coming, item)
+            else:
+                _half_4(queries, stride, at, place, dim, coming, item)
+        elif rows == 1:
             _few_1(queries, stride, at, place, dim, coming, item)
         elif rows == 2:
             _few_2(queries, stride, at, place, dim, coming, item)
@@ -177,20 +188,31 @@ def _add_values(weights: int, line: int, values: int, count: int, rows: int, alp
 
 @_compiled
 def _add_values_few(
-    weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int, ahead: int, item: int
+    weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int, ahead: int, item: int, half: bool
 ) -> None:
-    """The same with prefetching."""
+    """The same with prefetching, values float32 or (half) bfloat16."""
     done, left = 0, dim // LANES
-    while left >= 4:
-        _values_few_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        done += 4 * LANES
-        left -= 4
-    if left == 3:
-        _values_few_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-    elif left == 2:
-        _values_few_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-    elif left == 1:
-        _values_few_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+    while left:
+        now = min(left, 4)
+        if half:
+            if now == 4:
+                _values_half_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+            elif now == 3:
+                _values_half_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+            elif now == 2:
+                _values_half_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+            else:
+                _values_half_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        elif now == 4:
+            _values_few_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        elif now == 3:
+            _values_few_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        elif now == 2:
+            _values_few_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        else:
+            _values_few_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
+        done += now * LANES
+        left -= now
 
 
 @_compiled
@@ -248,13 +270,15 @@ def _attend_item(
     """Queries members[first:last] (token numbers) against tokens run_start..run_stop of the rows of one `table`."""
     _, _, _, k_head, k_item, _, _, _, v_head, v_item, kind = pages
     heads, kv_heads, dim, value_dim, block_size = sizes
-    factor, window, cap, deterministic, direct = options
+    factor, window, cap, deterministic, whole = options
     _, alibi, key_scales, _ = per_head
     group = heads // kv_heads
     padded, value_padded = (dim + LANES - 1) // LANES * LANES, (value_dim + LANES - 1) // LANES * LANES
     item = simd.ITEM_BYTES[kind]
     packed = (last - first) * group
     few = packed <= FEW and not deterministic
+    half = few and whole and kind == simd.BFLOAT16
+    direct = half or (whole and kind == simd.FLOAT32)
     tile = ROWS if few else TILE
     tiles = (packed + tile - 1) // tile
     token_tile = SCORE_TOKENS
@@ -305,14 +329,13 @@ def _attend_item(
         next_count = next_stop - stop
         _locate(table, stop, next_count, block_size, pages, next_keys, next_values)
         for head in range(kv_heads):
-            if few:  # what comes next: the same tokens' next head, or the next tokens' first
-                for t in range(SCORE_TOKENS):
-                    if head + 1 < kv_heads:
-                        ahead_keys[t] = key_rows[min(t, count - 1)] + (head + 1) * k_head
-                        ahead_values[t] = value_rows[min(t, count - 1)] + (head + 1) * v_head
-                    elif next_count > 0:
-                        ahead_keys[t] = next_keys[min(t, next_count - 1)]
-                        ahead_values[t] = next_values[min(t, next_count - 1)]
+            for t in range(SCORE_TOKENS):  # what comes next: the same tokens' next head, or the next tokens' first
+                if head + 1 < kv_heads:
+                    ahead_keys[t] = key_rows[min(t, count - 1)] + (head + 1) * k_head
+                    ahead_values[t] = value_rows[min(t, count - 1)] + (head + 1) * v_head
+                elif next_count > 0:
+                    ahead_keys[t] = next_keys[min(t, next_count - 1)]
+                    ahead_values[t] = next_values[min(t, next_count - 1)]
             if direct:
                 for t in range(count):
                     keys[t], values[t] = key_rows[t] + head * k_head, value_rows[t] + head * v_head
@@ -322,7 +345,7 @@ def _attend_item(
                     values[t] = wide_values.ctypes.data + 4 * t * value_padded
                     _widen(kind, key_rows[t] + head * k_head, k_item, item, keys[t], dim)
                     _widen(kind, value_rows[t] + head * v_head, v_item, item, values[t], value_dim)
-            for t in range(count, (count + 3) // 4 * 4):
+            for t in range(count, count + 4):  # scores are taken four tokens at a time
                 keys[t] = keys[count - 1]
             for number in range(tiles):
                 row = number * tile
@@ -343,17 +366,17 @@ def _attend_item(
                 k_at, v_at = keys.ctypes.data + 8 * (t0 - at), values.ctypes.data + 8 * (t0 - at)
                 filled = n
                 if few:
-                    if n % 4:
-                        for t in range(t1 - at, t1 - at + 4 - n % 4):
-                            keys[t] = keys[t1 - at - 1]
                     _score_few(
                         tile_queries, 4 * padded, rows, k_at, place, n, padded,
-                        ahead_keys.ctypes.data + 8 * (t0 - at), item,
+                        ahead_keys.ctypes.data + 8 * (t0 - at), item, half,
                     )  # fmt: skip
                     while filled * ROWS % LANES:
                         filled += 1
                 else:
-                    _score_lanes(tile_queries, lanes // LANES, k_at, place, n, dim)
+                    _score_lanes(
+                        tile_queries, lanes // LANES, k_at, place, n, dim,
+                        0 if number else ahead_keys.ctypes.data, dim * item,
+                    )  # fmt: skip
                 if cap > 0:
                     _soft_cap(place, filled * lanes, cap_store.ctypes.data)
                 if len(alibi):
@@ -388,10 +411,13 @@ def _attend_item(
                 if few:
                     _add_values_few(
                         place, line, v_at, n, outputs, alpha.ctypes.data, value_padded,
-                        ahead_values.ctypes.data + 8 * (t0 - at), item,
+                        ahead_values.ctypes.data + 8 * (t0 - at), item, half,
                     )  # fmt: skip
                 else:
                     for r in range(0, rows, ROWS):
+                        if number == 0:  # a share of the tokens with each group of rows
+                            share = SCORE_TOKENS * ROWS // TILE
+                            _fetch(ahead_values.ctypes.data + 8 * (r // ROWS) * share, share, value_dim * item)
                         _add_values(
                             place + 4 * r, line, v_at, n, outputs + 8 * r, alpha.ctypes.data + 4 * r, value_padded
                         )
@@ -415,7 +441,8 @@ def attend(
 
     query = (address, token stride, head stride); pages = (address, block, slot, head and element strides of keys, the
     same of values, kind); strides in bytes. sizes = (heads, kv_heads, dim, value_dim, block_size); options = (scale,
-    window, soft_cap, deterministic, direct); per_head = (sinks, alibi, key_scales, value_scales), empty for none.
+    window, soft_cap, deterministic, whole: rows are whole vectors of neighbouring elements); per_head = (sinks, alibi,
+    key_scales, value_scales), empty for none.
     accumulators, maximum, total, work: float32 scratch, sized by `workspace`.
     """
     tokens = len(out)

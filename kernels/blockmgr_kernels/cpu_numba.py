@@ -73,7 +73,7 @@ def paged_attention(
         (query.data_ptr(), 4 * query.stride(0), 4 * query.stride(1)),
         (*_strides(key_pages), *_strides(value_pages), _KINDS[key_pages.dtype]),
         (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim, shape.block_size),
-        (float(scale), int(window), float(soft_cap), bool(deterministic), _direct(key_pages) and _direct(value_pages)),
+        (float(scale), int(window), float(soft_cap), bool(deterministic), _whole(key_pages) and _whole(value_pages)),
         (_floats(sinks), _floats(alibi), _floats(key_scales), _floats(value_scales)),
         accumulators, maximum, total, work, target.numpy(), _NO_LSE if lse is None else lse.numpy(),
     )  # fmt: skip
@@ -117,9 +117,9 @@ def _strides(pages: torch.Tensor) -> tuple[int, int, int, int, int]:
     return pages.data_ptr(), block * item, slot * item, head * item, element * item
 
 
-def _direct(pages: torch.Tensor) -> bool:
-    """Whether rows can be read in place as whole vectors of float32."""
-    return pages.dtype == torch.float32 and pages.stride(3) == 1 and pages.shape[3] % LANES == 0
+def _whole(pages: torch.Tensor) -> bool:
+    """Whether a head's row is whole vectors of neighbouring elements, so that it can be read in place."""
+    return pages.stride(3) == 1 and pages.shape[3] % LANES == 0
 
 
 def _workspace(shape: Shape) -> tuple[Array, Array, Array, Array]:

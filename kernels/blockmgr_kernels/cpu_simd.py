@@ -65,6 +65,13 @@ class _Emit:
     def load(self, pointer: Any, kind: Any = _VEC, align: int = 4) -> Any:
         return self.b.load(pointer, typ=kind, align=align)
 
+    def load_wide(self, pointer: Any, kind: int) -> Any:
+        """LANES elements of a float32 or bfloat16 page as floats."""
+        if kind == FLOAT32:
+            return self.load(pointer)
+        short = self.load(pointer, ir.VectorType(_I16, LANES), 2)
+        return self.b.bitcast(self.b.shl(self.b.zext(short, _IVEC), self.isplat(16)), _VEC)
+
     def store(self, value: Any, pointer: Any, align: int = 4) -> None:
         self.b.store(value, pointer, align=align)
 
@@ -159,11 +166,12 @@ def _scores_lanes(vectors: int, tokens: int) -> Any:
     return _primitive(6, emit)
 
 
-def _scores_rows(queries_count: int) -> Any:
+def _scores_rows(queries_count: int, kind: int) -> Any:
     """(queries, query_stride, key_addresses, scores, dim, ahead_addresses, item): head elements in lanes.
 
-    scores[t, q] = keys[t] . queries[q] for 4 tokens, 4 queries; dim a multiple of LANES. On the way the rows at
-    `ahead_addresses`, elements of `item` bytes, are prefetched: few queries leave the memory too little time.
+    scores[t, q] = keys[t] . queries[q] for 4 tokens, 4 queries; dim a multiple of LANES, keys of `kind`. On the way
+    the rows at `ahead_addresses`, elements of `item` bytes, are prefetched line by line: asked for all at once, the
+    hardware drops most of them, and its own prefetcher doesn't follow rows that lie a page apart.
     """
 
     def emit(e: _Emit, queries: Any, stride: Any, keys: Any, scores: Any, dim: Any, ahead: Any, item: Any) -> None:
@@ -177,7 +185,7 @@ def _scores_rows(queries_count: int) -> Any:
             for row in coming:
                 e.prefetch(e.at(row, e.b.mul(loop.index, e.b.mul(item, e.number(LANES)))))
             for t in range(4):
-                key = e.load(e.at(rows[t], offset))
+                key = e.load_wide(e.at(rows[t], e.b.mul(loop.index, e.number(ITEM_BYTES[kind] * LANES))), kind)
                 for q in range(queries_count):
                     e.b.store(e.fma(key, query[q], e.b.load(sums[t][q])), sums[t][q])
         zero = e.splat(0.0)
@@ -241,11 +249,12 @@ def _softmax(folded: bool) -> Any:
     return _primitive(6, emit)
 
 
-def _values(vectors: int, prefetching: bool) -> Any:
+def _values(vectors: int, prefetching: bool, kind: int = FLOAT32) -> Any:
     """(weights, weight_stride, value_addresses, offset, tokens, accumulators, alpha, ahead_addresses, item).
 
-    For ROWS queries and vectors * LANES head elements from `offset` (bytes): acc[q] = acc[q] * alpha[q] + sum over t
-    of weights[t, q] * values[t]; accumulators are the addresses of the queries' rows. Rows ahead as in scores_rows.
+    For ROWS queries and vectors * LANES head elements from `offset` (bytes of floats): acc[q] = acc[q] * alpha[q] +
+    sum over t of weights[t, q] * values[t]; accumulators are the addresses of the queries' rows. Rows ahead as in
+    scores_rows.
     """
 
     def emit(
@@ -268,10 +277,11 @@ def _values(vectors: int, prefetching: bool) -> Any:
             sums.append([e.variable(e.b.fmul(vector, factor)) for vector in loaded])
         step = e.b.mul(item, e.number(LANES))
         coming_at = e.b.mul(e.b.udiv(offset, e.number(4)), item)
+        value_at = e.b.mul(e.b.udiv(offset, e.number(4)), e.number(ITEM_BYTES[kind]))
         with cgutils.for_range(e.b, tokens) as loop:
             place = e.b.mul(loop.index, e.number(8))
-            row = e.at(e.load(e.at(values, place), _I64, 8), offset)
-            value = [e.load(e.at(row, 4 * LANES * v)) for v in range(vectors)]
+            row = e.at(e.load(e.at(values, place), _I64, 8), value_at)
+            value = [e.load_wide(e.at(row, ITEM_BYTES[kind] * LANES * v), kind) for v in range(vectors)]
             if prefetching:
                 coming = e.at(e.load(e.at(ahead, place), _I64, 8), coming_at)
                 for v in range(vectors):
@@ -343,6 +353,19 @@ def _widen(kind: int) -> Any:
     return _primitive(3, emit)
 
 
+def _fetch() -> Any:
+    """(addresses, rows, size): prefetch `size` bytes from each of `rows` addresses."""
+
+    def emit(e: _Emit, addresses: Any, rows: Any, size: Any) -> None:
+        lines = e.b.udiv(e.b.add(size, e.number(63)), e.number(64))
+        with cgutils.for_range(e.b, rows) as row:
+            start = e.at(e.load(e.at(addresses, e.b.mul(row.index, e.number(8))), _I64, 8))
+            with cgutils.for_range(e.b, lines) as line:
+                e.prefetch(e.at(start, e.b.mul(line.index, e.number(64))))
+
+    return _primitive(3, emit)
+
+
 def _like(shape: Any, value: float) -> Any:
     """A constant of a scalar or vector type."""
     if isinstance(shape, ir.VectorType):
@@ -368,9 +391,12 @@ def load_float(typing: Any, address: Any) -> Any:
 
 scores_lanes = {vectors: _scores_lanes(vectors, TOKENS[vectors]) for vectors in range(1, TILE_VECTORS + 1)}
 scores_lanes_one = {vectors: _scores_lanes(vectors, 1) for vectors in range(1, TILE_VECTORS + 1)}
-scores_rows = {count: _scores_rows(count) for count in range(1, ROWS + 1)}
+scores_rows = {count: _scores_rows(count, FLOAT32) for count in range(1, ROWS + 1)}
+scores_rows_half = {count: _scores_rows(count, BFLOAT16) for count in range(1, ROWS + 1)}
 softmax_lanes, softmax_rows = _softmax(False), _softmax(True)
 values_by = {vectors: _values(vectors, False) for vectors in range(1, 5)}
 values_few = {vectors: _values(vectors, True) for vectors in range(1, 5)}
+values_few_half = {vectors: _values(vectors, True, BFLOAT16) for vectors in range(1, 5)}
 soft_cap = _soft_cap()
+fetch = _fetch()
 widen_by = {kind: _widen(kind) for kind in range(5)}
