@@ -1,0 +1,168 @@
+"""`blockmgr bench overhead`: what a block manager costs a serving loop, in microseconds, without any model.
+
+Every manager sees the same prompts in the same order and the same rule of admission: the next request enters as soon
+as fewer than `live` run and the manager has room. Only its calls are timed. Requests end after 128 steps; the first
+ones earlier, so that they don't all end together.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ..options import BadInput
+from .managers import FACTORIES, Manager, Ours, available
+from .workloads import BLOCK, DECODE, Workload, make, shared_prefix
+
+NAMES = ("W1", "W2", "W3", "W4", "W5")
+POOLS = (1_000, 10_000, 100_000, 1_000_000)
+
+
+@dataclass
+class Row:
+    """us_per_request: all calls of a request's life; step_us: one step of all live requests; hit_rate: of tokens."""
+
+    workload: str
+    manager: str
+    live: int
+    us_per_request: float
+    step_us: float
+    hit_rate: float
+
+
+def measure(manager: Manager, load: Workload) -> Row:
+    """Run a workload through a manager once."""
+    clock = time.perf_counter_ns
+    requests = [manager.prepare(number, prompt) for number, prompt in enumerate(load.prompts)]
+    answers = np.stack(load.answers)
+    left: dict[int, int] = {}
+    start = finish = stepping = reused = steps = done = entered = 0
+    gc.collect()
+    gc.disable()
+    try:
+        while done < len(requests):
+            while entered < len(requests) and len(left) < load.live:
+                before = clock()
+                got = manager.start(entered, requests[entered])
+                start += clock() - before
+                if got is None:
+                    break
+                reused += got
+                left[entered] = DECODE if entered >= load.live else DECODE * (entered + 1) // load.live
+                entered += 1
+            if not left:
+                raise RuntimeError(f"{manager.name} has no room for request {entered} though nothing runs")
+            order = manager.live
+            tokens = answers[order, [DECODE - left[number] for number in order]]
+            before = clock()
+            manager.step(tokens)
+            stepping += clock() - before
+            steps += 1
+            for number in [number for number, count in left.items() if count == 1]:
+                before = clock()
+                manager.finish(number)
+                finish += clock() - before
+                del left[number]
+                done += 1
+            for number in left:
+                left[number] -= 1
+    finally:
+        gc.enable()
+    total = (start + stepping + finish) / 1e3 / len(requests)
+    return Row(load.name, manager.name, load.live, total, stepping / 1e3 / steps, reused / load.prompt_tokens)
+
+
+def best_of(new: Callable[[], Manager], load: Workload, repeat: int) -> Row:
+    """Median over runs of the times; the hit rate is the same in all."""
+    rows = [measure(new(), load) for _ in range(repeat)]
+    middle = rows[0]
+    middle.us_per_request = statistics.median(row.us_per_request for row in rows)
+    middle.step_us = statistics.median(row.step_us for row in rows)
+    return middle
+
+
+def command(
+    workload: Annotated[str, typer.Option(help="W1 .. W5, several with commas, or all.")] = "all",
+    live: Annotated[int, typer.Option(help="Requests that run at a time (W4: at most 16).")] = 64,
+    repeat: Annotated[int, typer.Option(help="Runs of each; medians are reported.")] = 3,
+    managers: Annotated[str, typer.Option(help="Which ones, with commas; all: those installed here.")] = "all",
+    pool_scaling: Annotated[
+        bool, typer.Option("--pool-scaling", help="Also our cost for pools of 1e3 .. 1e6.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> int:
+    """What a block manager costs a serving loop: microseconds per request and per step, no model involved."""
+    chosen = NAMES if workload == "all" else tuple(workload.split(","))
+    names = available() if managers == "all" else managers.split(",")
+    for name in chosen:
+        if name not in NAMES:
+            raise BadInput(f"--workload {name}: choose from {', '.join(NAMES)}, or all")
+    for name in names:
+        if name not in FACTORIES:
+            raise BadInput(f"--managers {name}: choose from {', '.join(FACTORIES)}, or all")
+    for option, value in (("live", live), ("repeat", repeat)):
+        if value < 1:
+            raise BadInput(f"--{option} {value}: must be at least 1")
+    console = Console()
+    rows: list[Row] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(chosen) * len(names))
+        for load in (make(name, live, seed) for name in chosen):
+            for name in names:
+                progress.update(task, description=f"{load.name} {name}")
+                rows.append(best_of(lambda n=name, w=load: FACTORIES[n](w.num_blocks, BLOCK), load, repeat))
+                progress.advance(task)
+    _print(console, rows)
+    scaling = pool_rows(repeat, seed) if pool_scaling else []
+    if scaling:
+        table = Table("pool blocks", "us per request", title="blockmgr, cost against the pool")
+        for entry in scaling:
+            table.add_row(f"{entry['pool_blocks']:,}", f"{entry['us_per_request']:.1f}")
+        console.print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"rows": [asdict(row) for row in rows] + scaling}, indent=1))
+    return 0
+
+
+def pool_rows(repeat: int, seed: int) -> list[dict[str, float]]:
+    """Our cost per request for pools of different size under one load that fits the smallest; evicting in all of it
+    would need other loads, so what grows with the pool would show here."""
+    load = shared_prefix("scaling", 0, 64, 400, 16, True, seed)
+    rows: list[dict[str, float]] = []
+    for num_blocks in POOLS:
+        row = best_of(lambda n=num_blocks: Ours(n, BLOCK), load, max(3, repeat))
+        rows.append({"pool_blocks": num_blocks, "us_per_request": row.us_per_request})
+    return rows
+
+
+def _print(console: Console, rows: list[Row]) -> None:
+    ours = {row.workload: row for row in rows if row.manager == "blockmgr"}
+    table = Table(title="block manager overhead, one core")
+    for heading in ("workload", "manager", "live", "us/request", "ratio", "us/step", "ratio", "hit rate %"):
+        table.add_column(heading, justify="left" if heading in ("workload", "manager") else "right")
+    for row in rows:
+        mine = ours.get(row.workload)
+        table.add_row(
+            row.workload,
+            row.manager,
+            str(row.live),
+            f"{row.us_per_request:.1f}",
+            f"{row.us_per_request / mine.us_per_request:.1f}" if mine else "",
+            f"{row.step_us:.2f}",
+            f"{row.step_us / mine.step_us:.1f}" if mine else "",
+            f"{100 * row.hit_rate:.1f}",
+        )
+    console.print(table)
