@@ -8,6 +8,7 @@ what the manager's tier asks for: saves, then copies, then writes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,21 +37,29 @@ class HostPages:
 
     def save(self, pairs: np.ndarray[Any, Any]) -> None:
         """Copy device blocks to host blocks; `pairs` is int32 [k, 2] (device, host). Raises TransferFailed."""
-        self._transfer(self._device, self._host, pairs)
+        if len(pairs):
+            hosts = torch.from_numpy(pairs[:, 1].astype(np.int64))
+            self._each_layer(lambda pages, host: self._save(pages, host, pairs[:, 0], hosts), len(pairs))
 
     def load(self, pairs: np.ndarray[Any, Any]) -> None:
         """Copy host blocks to device blocks; `pairs` is int32 [k, 2] (host, device). Raises TransferFailed."""
-        self._transfer(self._host, self._device, pairs)
+        if len(pairs):
+            hosts = torch.from_numpy(pairs[:, 0].astype(np.int64))
+            self._each_layer(lambda pages, host: scatter_blocks(host[hosts], pages, pairs[:, 1]), len(pairs))
 
-    def _transfer(self, sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: np.ndarray[Any, Any]) -> None:
-        if not len(pairs):
-            return
+    @staticmethod
+    def _save(pages: torch.Tensor, host: torch.Tensor, blocks: np.ndarray[Any, Any], hosts: torch.Tensor) -> None:
+        staging = torch.empty(len(blocks), *pages.shape[1:], dtype=pages.dtype)
+        gather_blocks(pages, blocks, staging)
+        host[hosts] = staging
+
+    def _each_layer(self, copy: Callable[[torch.Tensor, torch.Tensor], None], blocks: int) -> None:
         try:
-            for source, target in zip(sources, targets, strict=True):
-                scatter_blocks(target, pairs[:, 1], gather_blocks(source, pairs[:, 0]).to(target.device))
+            for pages, host in zip(self._device, self._host, strict=True):
+                copy(pages, host)
         except (RuntimeError, OSError) as error:
             raise TransferFailed(str(error)) from error
-        self.bytes_moved += len(pairs) * self.block_bytes
+        self.bytes_moved += blocks * self.block_bytes
 
     def seconds_per_block(self, blocks: int = 8) -> float:
         """Measured here: one block from device to host. Blocks 0 .. blocks - 1 of the host pages are overwritten."""

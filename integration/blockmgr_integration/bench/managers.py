@@ -141,7 +141,7 @@ class VLLM:
 
 
 class SGLang:
-    """SGLang's RadixCache over its paged token-to-KV allocator (both torch, on the CPU here), driven as its scheduler
+    """SGLang's RadixCache over its paged token-to-KV allocator (torch, on the CPU here), driven as its scheduler
     drives them: match and lock, evict and extend, insert after the prompt, extend by one token a step, insert at the end.
     """
 
