@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from blockmgr_kernels import PlanError, RangeError, ShapeError, paged_attention, plan, reference, write_kv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 # Mixed lengths and query counts: prefill, prefill after a hit, decode, several query tokens, padding, an empty row.
 ROWS = [(100, 1), (80, 1), (81, 81), (200, 37), (95, 3), (1, 1), (0, 1), (64, 64), (130, 2), (3, 0)]
@@ -123,8 +125,8 @@ def test_options_with_and_without_a_plan(option: str) -> None:
     expected, expected_lse = batch.expect(**options)
     planned = batch.plan()
     assert planned.runs
-    for given in ({}, {"plan": planned}, {"deterministic": True}):
-        out, lse = batch.attend(return_lse=True, **given, **options)
+    for way in ({}, {"plan": planned}, {"deterministic": True}):
+        out, lse = batch.attend(return_lse=True, **way, **options)
         close(out, expected)
         close(lse, expected_lse)
     assert not out[batch.starts[6]].any() and torch.isneginf(lse[batch.starts[6]]).all()  # the row of length 0
@@ -240,6 +242,46 @@ def test_d25_hit_equals_miss_to_the_bit_in_deterministic_mode(window: int) -> No
         lengths=batch.lengths[1:2],
     )
     assert torch.equal(single.attend(**options)[0], batch.attend(**options)[149])
+
+
+def test_long_prefill_goes_in_several_packs() -> None:
+    batch = make([(330, 330), (310, 280), (300, 1)], heads=2, kv_heads=1, dim=16, shared=160)
+    expected, _ = batch.expect()
+    close(batch.attend(), expected)
+    close(batch.attend(plan=batch.plan()), expected)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_random_batches(data: st.DataObject) -> None:
+    draw = data.draw
+    rows = [
+        (length, draw(st.integers(0, min(length, 70)))) for length in draw(st.lists(st.integers(0, 150), max_size=6))
+    ]
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    block_size = draw(st.sampled_from([1, 5, 16, 32]))
+    batch = make(
+        rows or [(0, 0)],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([8, 16, 20, 64, 80])),
+        block_size=block_size,
+        shared=draw(st.integers(0, 150)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        layout=draw(st.sampled_from(["NHD", "HND", "padded", "interleaved"])),
+    )
+    options: dict[str, Any] = {
+        "window": draw(st.sampled_from([0, 1, 30])),
+        "soft_cap": draw(st.sampled_from([0.0, 2.0])),
+    }
+    if draw(st.booleans()):
+        options |= {"sinks": torch.linspace(-1, 1, kv_heads * group), "alibi": torch.linspace(0, 0.3, kv_heads * group)}
+    expected, expected_lse = batch.expect(**options)
+    planned = plan(batch.tables, batch.lengths, block_size, min_saved_tokens=draw(st.sampled_from([1, 64])))
+    for given_plan in (None, planned):
+        out, lse = batch.attend(plan=given_plan, return_lse=True, **options)
+        close(out, expected)
+        close(lse, expected_lse)
 
 
 def test_prefill_after_a_hit_shares_one_run() -> None:

@@ -20,6 +20,14 @@ BLOCKS, SIZE, HEADS, DIM = 6, 5, 3, 24
 PAGES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
 
 
+@pytest.fixture(params=["numba", "torch"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("BLOCKMGR_KERNELS", request.param)
+    return str(request.param)
+
+
 def bits(pages: torch.Tensor) -> torch.Tensor:
     """Comparable to the bit, NaN included."""
     return pages.contiguous().view(torch.uint8)
@@ -59,6 +67,15 @@ def test_writes_rotate_keys_on_the_way() -> None:
     turned = turned * torch.polar(torch.ones(8), angles[1])
     torch.testing.assert_close(pages[1, 4, 0, :16], torch.cat([turned.real, turned.imag]))
     assert torch.equal(pages[1, 4, :, 16:], key[1, :, 16:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_writes_of_strided_keys_as_models_hand_them_over(dtype: torch.dtype) -> None:
+    flat = torch.randn(HEADS, 4, DIM).to(dtype)
+    ours, theirs = (poisoned(dtype) for _ in range(2))
+    write_kv(flat.transpose(0, 1), None, ours, None, np.array([11, -1, 2, 29], np.int32))
+    reference.write_kv(flat.transpose(0, 1).contiguous(), None, theirs, None, np.array([11, -1, 2, 29]))
+    assert torch.equal(bits(ours), bits(theirs))
 
 
 def test_slots_out_of_range_are_refused_and_write_nothing() -> None:

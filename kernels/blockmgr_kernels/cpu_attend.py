@@ -53,9 +53,31 @@ _widen_f32, _widen_f16, _widen_bf16, _widen_f8, _widen_i8 = (simd.widen_by[kind]
 _softmax_lanes, _softmax_rows, _soft_cap = simd.softmax_lanes, simd.softmax_rows, simd.soft_cap
 _values_few_1, _values_few_2, _values_few_3, _values_few_4 = (simd.values_few[count] for count in (1, 2, 3, 4))
 _values_half_1, _values_half_2, _values_half_3, _values_half_4 = (simd.values_few_half[n] for n in (1, 2, 3, 4))
-_load_float, _fetch = simd.load_float, simd.fetch
+_load_float, _fetch, _move = simd.load_float, simd.fetch, simd.move
 _TOKENS_1, _TOKENS_2 = simd.TOKENS[1], simd.TOKENS[2]
 _TOKENS_3, _TOKENS_4 = simd.TOKENS[3 if _wide else 1], simd.TOKENS[4 if _wide else 2]
+
+
+@_compiled
+def copy_rows(
+    source: int, token: int, head: int, target: int, block: int, slot: int, page_head: int, slots: Any,
+    block_size: int, heads: int, size: int,
+) -> None:  # fmt: skip
+    """Rows of `size` bytes, at token and head strides, to pages at block, slot and head strides; slot -1 is skipped."""
+    for t in range(len(slots)):
+        if slots[t] >= 0:
+            place = target + slots[t] // block_size * block + slots[t] % block_size * slot
+            for h in range(heads):
+                _move(source + t * token + h * head, place + h * page_head, size)
+
+
+@_compiled
+def check_slots(slots: Any, limit: int) -> int:
+    """The first token whose slot is outside -1..limit-1; -1 if there is none."""
+    for t in range(len(slots)):
+        if slots[t] < -1 or slots[t] >= limit:
+            return t
+    return -1
 
 
 @_compiled
@@ -416,8 +438,8 @@ def _attend_item(
                 else:
                     for r in range(0, rows, ROWS):
                         if number == 0:  # a share of the tokens with each group of rows
-                            share = SCORE_TOKENS * ROWS // TILE
-                            _fetch(ahead_values.ctypes.data + 8 * (r // ROWS) * share, share, value_dim * item)
+                            begin, until = SCORE_TOKENS * r // rows, SCORE_TOKENS * min(r + ROWS, rows) // rows
+                            _fetch(ahead_values.ctypes.data + 8 * begin, until - begin, value_dim * item)
                         _add_values(
                             place + 4 * r, line, v_at, n, outputs + 8 * r, alpha.ctypes.data + 4 * r, value_padded
                         )

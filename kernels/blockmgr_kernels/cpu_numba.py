@@ -13,8 +13,20 @@ import torch
 
 from . import cpu_simd as simd
 from .contract import Metadata, Shape
-from .cpu_attend import BAD_ENTRY, BAD_LENGTH, BAD_STARTS, LANES, STALE_PLAN, attend, check_rows, workspace
-from .cpu_torch import copy_blocks, gather_blocks, scatter_blocks, write_kv
+from .cpu_attend import (
+    BAD_ENTRY,
+    BAD_LENGTH,
+    BAD_STARTS,
+    LANES,
+    STALE_PLAN,
+    attend,
+    check_rows,
+    check_slots,
+    copy_rows,
+    workspace,
+)
+from .cpu_torch import copy_blocks, gather_blocks, scatter_blocks
+from .cpu_torch import write_kv as write_with_torch
 from .errors import PlanError, RangeError
 from .forest import Plan
 
@@ -33,6 +45,43 @@ _NO_FLOATS = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
 _NO_ROWS, _NO_PAIRS = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
 _scratch = threading.local()
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor | None,
+    slots: Metadata,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """See `blockmgr_kernels.write_kv`. What changes on the way goes through torch; plain rows are moved as bytes."""
+    pairs = [(key, key_pages)]
+    if value is not None and value_pages is not None:
+        pairs.append((value, value_pages))
+    if rotary is not None or not all(map(_movable, *zip(*pairs))):
+        write_with_torch(key, value, key_pages, value_pages, slots, key_scales, value_scales, rotary)
+        return
+    plain = slots if isinstance(slots, np.ndarray) else slots.numpy()
+    places = np.ascontiguousarray(plain, np.int64)
+    places = places if places.flags.writeable else places.copy()
+    num_blocks, block_size, heads, _ = key_pages.shape
+    wrong = check_slots(places, num_blocks * block_size)
+    if wrong >= 0:
+        raise RangeError(f"slot {int(places[wrong])} of token {wrong} is outside -1..{num_blocks * block_size - 1}")
+    for rows, pages in pairs:
+        address, block, slot, head, item = _strides(pages)
+        copy_rows(
+            rows.data_ptr(), rows.stride(0) * item, rows.stride(1) * item, address, block, slot, head, places,
+            block_size, heads, rows.shape[2] * item,
+        )  # fmt: skip
+
+
+def _movable(rows: torch.Tensor, pages: torch.Tensor) -> bool:
+    """Whether a head's row can be moved as bytes: same dtype, elements next to each other on both sides."""
+    return rows.dtype == pages.dtype and rows.stride(2) == 1 and pages.stride(3) == 1
 
 
 def paged_attention(

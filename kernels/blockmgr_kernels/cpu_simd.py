@@ -366,6 +366,15 @@ def _fetch() -> Any:
     return _primitive(3, emit)
 
 
+def _move() -> Any:
+    """(source, target, size): copy `size` bytes."""
+
+    def emit(e: _Emit, source: Any, target: Any, size: Any) -> None:
+        cgutils.raw_memcpy(e.b, e.at(target), e.at(source), size, 1)
+
+    return _primitive(3, emit)
+
+
 def _like(shape: Any, value: float) -> Any:
     """A constant of a scalar or vector type."""
     if isinstance(shape, ir.VectorType):
@@ -399,4 +408,5 @@ values_few = {vectors: _values(vectors, True) for vectors in range(1, 5)}
 values_few_half = {vectors: _values(vectors, True, BFLOAT16) for vectors in range(1, 5)}
 soft_cap = _soft_cap()
 fetch = _fetch()
+move = _move()
 widen_by = {kind: _widen(kind) for kind in range(5)}
