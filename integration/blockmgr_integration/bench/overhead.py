@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,12 +28,13 @@ from .managers import FACTORIES, Manager, Ours, available
 from .workloads import BLOCK, DECODE, Workload, make, shared_prefix
 
 NAMES = ("W1", "W2", "W3", "W4", "W5")
+WIDE = 256  # live requests of the extra row when everything is asked for
 POOLS = (1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclass
 class Row:
-    """us_per_request: all calls of a request's life; step_us: one step of all live requests; hit_rate: of tokens."""
+    """us_per_request: all calls of a request's life; step_us: one step while `live` run; hit_rate: of prompt tokens."""
 
     workload: str
     manager: str
@@ -48,7 +50,7 @@ def measure(manager: Manager, load: Workload) -> Row:
     requests = [manager.prepare(number, prompt) for number, prompt in enumerate(load.prompts)]
     answers = np.stack(load.answers)
     left: dict[int, int] = {}
-    start = finish = stepping = reused = steps = done = entered = 0
+    start = finish = stepping = full = reused = steps = done = entered = 0
     gc.collect()
     gc.disable()
     try:
@@ -60,7 +62,7 @@ def measure(manager: Manager, load: Workload) -> Row:
                 if got is None:
                     break
                 reused += got
-                left[entered] = DECODE if entered >= load.live else DECODE * (entered + 1) // load.live
+                left[entered] = DECODE if entered >= load.live else max(1, DECODE * (entered + 1) // load.live)
                 entered += 1
             if not left:
                 raise RuntimeError(f"{manager.name} has no room for request {entered} though nothing runs")
@@ -68,8 +70,11 @@ def measure(manager: Manager, load: Workload) -> Row:
             tokens = answers[order, [DECODE - left[number] for number in order]]
             before = clock()
             manager.step(tokens)
-            stepping += clock() - before
-            steps += 1
+            took = clock() - before
+            stepping += took
+            if len(order) == load.live:
+                full += took
+                steps += 1
             for number in [number for number, count in left.items() if count == 1]:
                 before = clock()
                 manager.finish(number)
@@ -81,16 +86,19 @@ def measure(manager: Manager, load: Workload) -> Row:
     finally:
         gc.enable()
     total = (start + stepping + finish) / 1e3 / len(requests)
-    return Row(load.name, manager.name, load.live, total, stepping / 1e3 / steps, reused / load.prompt_tokens)
+    return Row(load.name, manager.name, load.live, total, full / 1e3 / max(steps, 1), reused / load.prompt_tokens)
 
 
-def best_of(new: Callable[[], Manager], load: Workload, repeat: int) -> Row:
-    """Median over runs of the times; the hit rate is the same in all."""
-    rows = [measure(new(), load) for _ in range(repeat)]
-    middle = rows[0]
-    middle.us_per_request = statistics.median(row.us_per_request for row in rows)
-    middle.step_us = statistics.median(row.step_us for row in rows)
-    return middle
+def compare(factories: dict[str, Callable[[], Manager]], load: Workload, repeat: int) -> list[Row]:
+    """A row for each, medians over `repeat` rounds in which each takes its turn, so that noise hits all alike."""
+    rounds = [[measure(new(), load) for new in factories.values()] for _ in range(repeat)]
+    rows = []
+    for runs in zip(*rounds, strict=True):
+        row = runs[0]  # the hit rate is the same in all
+        row.us_per_request = statistics.median(run.us_per_request for run in runs)
+        row.step_us = statistics.median(run.step_us for run in runs)
+        rows.append(row)
+    return rows
 
 
 def command(
@@ -106,25 +114,30 @@ def command(
 ) -> int:
     """What a block manager costs a serving loop: microseconds per request and per step, no model involved."""
     chosen = NAMES if workload == "all" else tuple(workload.split(","))
-    names = available() if managers == "all" else managers.split(",")
+    usable, broken = available() if managers == "all" else (managers.split(","), {})
     for name in chosen:
         if name not in NAMES:
             raise BadInput(f"--workload {name}: choose from {', '.join(NAMES)}, or all")
-    for name in names:
+    for name in usable:
         if name not in FACTORIES:
             raise BadInput(f"--managers {name}: choose from {', '.join(FACTORIES)}, or all")
     for option, value in (("live", live), ("repeat", repeat)):
         if value < 1:
             raise BadInput(f"--{option} {value}: must be at least 1")
     console = Console()
+    for name, why in broken.items():
+        console.print(f"{name} is installed but left out: {why}", markup=False, highlight=False)
+    loads = [make(name, live, seed) for name in chosen]
+    if workload == "all" and live != WIDE:
+        loads.append(make("W1", WIDE, seed))
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(chosen) * len(names))
-        for load in (make(name, live, seed) for name in chosen):
-            for name in names:
-                progress.update(task, description=f"{load.name} {name}")
-                rows.append(best_of(lambda n=name, w=load: FACTORIES[n](w.num_blocks, BLOCK), load, repeat))
-                progress.advance(task)
+        task = progress.add_task("", total=len(loads))
+        for load in loads:
+            progress.update(task, description=f"{load.name}, {load.live} live")
+            new = {name: partial(FACTORIES[name], load.num_blocks, BLOCK) for name in usable}
+            rows += compare(new, load, repeat)
+            progress.advance(task)
     _print(console, rows)
     scaling = pool_rows(repeat, seed) if pool_scaling else []
     if scaling:
@@ -138,23 +151,25 @@ def command(
 
 
 def pool_rows(repeat: int, seed: int) -> list[dict[str, float]]:
-    """Our cost per request for pools of different size under one load that fits the smallest; evicting in all of it
-    would need other loads, so what grows with the pool would show here."""
-    load = shared_prefix("scaling", 0, 64, 400, 16, True, seed)
-    rows: list[dict[str, float]] = []
-    for num_blocks in POOLS:
-        row = best_of(lambda n=num_blocks: Ours(n, BLOCK), load, max(3, repeat))
-        rows.append({"pool_blocks": num_blocks, "us_per_request": row.us_per_request})
-    return rows
+    """Our cost per request for full pools of different size, all evicting: one leaf of 20 blocks after another."""
+    managers = [Ours(count, BLOCK) for count in POOLS]
+    for count, manager in zip(POOLS, managers, strict=True):
+        manager.fill(count, 20 * BLOCK, seed)
+    loads = [shared_prefix("scaling", 0, 64, 400, 16, False, seed + index) for index in range(max(5, repeat))]
+    times = [[measure(manager, load).us_per_request for manager in managers] for load in loads]
+    return [
+        {"pool_blocks": count, "us_per_request": statistics.median(column)}
+        for count, column in zip(POOLS, zip(*times, strict=True), strict=True)
+    ]
 
 
 def _print(console: Console, rows: list[Row]) -> None:
-    ours = {row.workload: row for row in rows if row.manager == "blockmgr"}
+    ours = {(row.workload, row.live): row for row in rows if row.manager == "blockmgr"}
     table = Table(title="block manager overhead, one core")
-    for heading in ("workload", "manager", "live", "us/request", "ratio", "us/step", "ratio", "hit rate %"):
+    for heading in ("workload", "manager", "live", "us/req", "ratio", "us/step", "ratio", "hit %"):
         table.add_column(heading, justify="left" if heading in ("workload", "manager") else "right")
     for row in rows:
-        mine = ours.get(row.workload)
+        mine = ours.get((row.workload, row.live))
         table.add_row(
             row.workload,
             row.manager,

@@ -72,8 +72,8 @@ def chats(live: int, seed: int, count: int = 200, turns: int = 8) -> Workload:
             prompts.append(np.concatenate([history[chat], tokens(64)]))
             answers.append(tokens(DECODE))
             history[chat] = np.concatenate([prompts[-1], answers[-1]])
-    # About two thirds of what all chats would hold at the end.
-    return Workload("W3", prompts, answers, live, int(0.62 * count * _blocks(turns * (64 + DECODE))) + 32)
+    # Less than half of what all chats hold at the end.
+    return Workload("W3", prompts, answers, live, int(0.43 * count * _blocks(turns * (64 + DECODE))) + 32)
 
 
 def documents(live: int, seed: int, count: int = 12, questions: int = 10) -> Workload:
@@ -89,10 +89,10 @@ def documents(live: int, seed: int, count: int = 12, questions: int = 10) -> Wor
 def make(name: str, live: int = 64, seed: int = 0) -> Workload:
     """A workload by name, W1 .. W5. Raises KeyError for any other."""
     makers = {
-        "W1": lambda: shared_prefix("W1", 2048, 256, 10 * live, live, True, seed),
-        "W2": lambda: shared_prefix("W2", 2048, 256, 10 * live, live, False, seed),
+        "W1": lambda: shared_prefix("W1", 2048, 256, max(640, 4 * live), live, True, seed),
+        "W2": lambda: shared_prefix("W2", 2048, 256, max(640, 4 * live), live, False, seed),
         "W3": lambda: chats(live, seed),
         "W4": lambda: documents(live, seed),
-        "W5": lambda: shared_prefix("W5", 0, 256, 10 * live, live, True, seed),
+        "W5": lambda: shared_prefix("W5", 0, 256, max(640, 4 * live), live, True, seed),
     }
     return makers[name]()
