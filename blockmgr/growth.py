@@ -51,10 +51,13 @@ class Growth:
         self._tables.promise[seq.row] = blocks
         self.promised += blocks
 
-    def missing(self, seq: Sequence, n: int) -> int:
-        """Blocks that stand in the way of `grow_one`; 0 or less if it would succeed."""
-        need, covered, _ = self._need(seq, n)
-        return need - covered - self.spare(seq.root)
+    def missing(self, sequences: list[Sequence], n: int) -> int:
+        """Blocks that stand in the way of growing all of these; 0 or less if nothing does."""
+        short = 0
+        for seq in sequences:
+            need, covered, _ = self._need(seq, n)
+            short += need - covered
+        return short - min((self.spare(root) for root in {seq.root for seq in sequences}), default=0)
 
     def _need(self, seq: Sequence, n: int) -> tuple[int, int, bool]:
         """(blocks for n more tokens, those of them that were promised, whether the last block must be copied)."""

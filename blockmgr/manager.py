@@ -166,6 +166,19 @@ class BlockManager:
             self._maybe_check()
         return step
 
+    def missing(self, target: Batch | Sequence, n: int = 1) -> int:
+        """Blocks that are short of giving every member room for `n` more tokens; 0 or less: `grow` starves nobody.
+
+        What to preempt for, before it is too late. Raises InvalidCount, InvalidHandle.
+        """
+        check_count("n", n, least=1)
+        if isinstance(target, Sequence):
+            self._own(target)
+            return self.growth.missing([target], n)
+        if target.manager is not self:
+            raise InvalidHandle(f"{target!r} belongs to another manager")
+        return self.growth.missing(target.sequences, n)
+
     # --- commit --------------------------------------------------------------------------------------------
 
     def commit(self, target: Batch | Sequence, tokens: int | TokenIds) -> None:
@@ -383,7 +396,7 @@ class BlockManager:
             raise InvalidState(f"{seq!r} is in a batch: take it out before its tokens are computed out of step")
         if known != tables.room(row):
             raise InvalidState(f"{seq!r} has room for {tables.room(row) - known} tokens that are not committed")
-        missing = self.growth.missing(seq, len(ids))
+        missing = self.growth.missing([seq], len(ids))
         if missing > 0:
             return NoSpace(missing)
         step = self.growth.grow_one(seq, len(ids))

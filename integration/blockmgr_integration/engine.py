@@ -6,6 +6,7 @@ The whole of it is `Engine.step`. Scheduling is the scheduler's, space the manag
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from blockmgr import BlockManager
 from blockmgr.errors import InvalidTokens
@@ -17,7 +18,9 @@ from .scheduler import Plan, Request, RequestTooLong, Scheduler
 class Engine:
     """Greedy continuous batching of one model over one block manager.
 
-    watch  called once per step, when everything the step needs is allocated and nothing is computed yet
+    watch          called once per step, when everything the step needs is allocated and nothing is computed yet
+    before_writes  called then, too: a host tier saves what was evicted
+    scheduling     options of Scheduler: preemption, admit, headroom, pick
     """
 
     def __init__(
@@ -26,9 +29,11 @@ class Engine:
         runner: ModelRunner,
         token_budget: int = 512,
         watch: Callable[[Plan], None] = lambda plan: None,
+        before_writes: Callable[[], None] = lambda: None,
+        **scheduling: Any,
     ) -> None:
-        self.manager, self.runner, self.watch = manager, runner, watch
-        self.scheduler = Scheduler(manager, token_budget)
+        self.manager, self.runner, self.watch, self.before_writes = manager, runner, watch, before_writes
+        self.scheduler = Scheduler(manager, token_budget, **scheduling)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong, or InvalidTokens for ids outside the model's vocabulary."""
@@ -46,6 +51,7 @@ class Engine:
         """One forward pass; returns the tokens it sampled, each with its request."""
         plan = self.scheduler.plan()
         self.watch(plan)
+        self.before_writes()
         self.runner.pages.copy(plan.copies)
         sampled = self.runner.greedy(plan.rows, plan.keep)
         return self.scheduler.acknowledge(plan, sampled)

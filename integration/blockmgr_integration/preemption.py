@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from blockmgr import BlockManager, NeverFits, NoSpace, Sequence
+from blockmgr import BlockManager, NeverFits, NoSpace, Pending, Sequence
 from blockmgr.tiers import HostTier, Loads, Swap
+from blockmgr.tokens import TokenIds
 
 from .host_pages import HostPages, TransferFailed
 
@@ -42,10 +43,11 @@ class CostModel:
 
 
 class Preemption(Protocol):
-    """Takes a live sequence's blocks and brings it back."""
+    """Takes a live sequence's blocks and brings it back; forgets it when it is freed meanwhile."""
 
     def out(self, seq: Sequence) -> None: ...
-    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None: ...  # type: ignore[type-arg]
+    def back(self, seq: Sequence, *, reserve: int) -> NoSpace | NeverFits | None: ...
+    def gone(self, seq: Sequence) -> None: ...
 
 
 class ByRecompute:
@@ -57,8 +59,11 @@ class ByRecompute:
     def out(self, seq: Sequence) -> None:
         self._manager.preempt(seq)
 
-    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None:  # type: ignore[type-arg]
-        return self._manager.resume(seq, more if len(more) else None)
+    def back(self, seq: Sequence, *, reserve: int) -> NoSpace | NeverFits | None:
+        return self._manager.resume(seq, reserve=reserve)
+
+    def gone(self, seq: Sequence) -> None:
+        pass
 
 
 class BySwap:
@@ -75,6 +80,7 @@ class BySwap:
         if swap is None:
             self._tier.manager.preempt(seq)
             return
+        save(self._tier, self._host)
         try:
             self._host.save(swap.pairs)
         except TransferFailed:
@@ -82,17 +88,62 @@ class BySwap:
         else:
             self._tier.swapped_out(swap)
 
-    def back(self, seq: Sequence, more: np.ndarray) -> NoSpace | NeverFits | None:  # type: ignore[type-arg]
-        answer = self._tier.swap_in(seq, more if len(more) else None)
-        if isinstance(answer, Loads):
-            try:
-                self._host.load(answer.pairs)
-            except TransferFailed:
-                self._tier.loaded(answer, ok=False)
-            else:
-                self._tier.loaded(answer)
-            return None
+    def back(self, seq: Sequence, *, reserve: int) -> NoSpace | NeverFits | None:
+        answer = self._tier.swap_in(seq, reserve=reserve)
+        if not isinstance(answer, Loads):
+            return answer
+        load(self._tier, self._host, answer)
+        return None
+
+    def gone(self, seq: Sequence) -> None:
+        self._tier.forget(seq)
+
+
+class HostCache:
+    """Prefixes that were evicted, kept in host pages and loaded again where that is worth it.
+
+    Its `admit` is the scheduler's; its `before_writes` belongs before every step's copies.
+    """
+
+    def __init__(self, tier: HostTier, host: HostPages, cost: CostModel | None = None) -> None:
+        self._tier, self._host, self._cost = tier, host, cost
+
+    def _worthwhile(self, blocks: int) -> bool:
+        return self._cost is None or self._cost.worth_loading(blocks, blocks * self._tier.manager.block_size)
+
+    def admit(self, ids: TokenIds, **options: Any) -> Sequence | NoSpace | NeverFits | Pending:
+        answer, loads = self._tier.admit(ids, worthwhile=self._worthwhile, **options)
+        if isinstance(answer, Sequence):
+            self._tier.used_again(answer)
+        if loads is not None:
+            load(self._tier, self._host, loads)
         return answer
+
+    def before_writes(self) -> None:
+        """Save what was evicted (or is to be backed up) before its blocks are written again."""
+        save(self._tier, self._host)
+
+
+def save(tier: HostTier, host: HostPages) -> None:
+    """Make the tier's queued copies into host pages, now."""
+    saves = tier.take_saves()
+    try:
+        host.save(saves.pairs)
+    except TransferFailed:
+        tier.saved(saves, ok=False)
+    else:
+        tier.saved(saves)
+
+
+def load(tier: HostTier, host: HostPages, loads: Loads) -> None:
+    """Make copies out of host pages, now, after what is queued to be saved from the blocks they go to."""
+    save(tier, host)
+    try:
+        host.load(loads.pairs)
+    except TransferFailed:
+        tier.loaded(loads, ok=False)
+    else:
+        tier.loaded(loads)
 
 
 def cheaper(manager: BlockManager, cost: CostModel) -> Callable[[Sequence], bool]:

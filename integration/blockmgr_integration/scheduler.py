@@ -2,13 +2,17 @@
 
 States of a request, and what moves it:
   waiting     no sequence; `submit` puts it here. It stays while another request computes a prefix that it
-              shares (Pending) or while there is no room for all it may need (NoSpace).
-  prefilling  a sequence whose prompt is not wholly computed; the manager's admission moves it here.
-  decoding    its sequence is in the batch. The acknowledgement of its last prompt token moves it here and
-              gives its first token.
+              shares (Pending) or while there is no room for it (NoSpace).
+  prefilling  a sequence with known tokens to compute; admission and resumption move it here.
+  decoding    its sequence is in the batch. The acknowledgement of its last known token moves it here and, the
+              first time, gives its first token.
+  paused      its sequence is preempted: the batch needed its blocks. It comes back before anybody new enters.
   finished    no sequence; all its tokens are sampled, or it was aborted.
 
-Room for a request's output is reserved at admission, so whoever runs also finishes.
+Without preemption, room for a request's whole output is promised at admission, so whoever runs also finishes. With
+it, only some headroom is; where the batch then lacks blocks the newest request gives up its own. The oldest is never
+preempted, so it finishes, then the next one is the oldest: every request finishes after finitely many steps.
+
 `plan` decides and allocates, `acknowledge` tells the manager what was computed. Between them the caller
 performs the plan's copies and runs its rows. No clock, no model, no tensors.
 """
@@ -16,15 +20,16 @@ performs the plan's copies and runs its rows. No clock, no model, no tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from blockmgr import BlockManager, Namespace, NoSpace, Sequence
+from blockmgr import BlockManager, Namespace, NeverFits, NoSpace, Pending, Sequence
 from blockmgr.sequence import NO_COPIES
 from blockmgr.tokens import TokenIds, as_tokens
 
+from .preemption import Preemption
 from .rows import Array, Rows, RowsBuilder
 
 
@@ -36,8 +41,9 @@ class RequestTooLong(ValueError):
 class Request:
     """Greedy generation of `new_tokens` after `prompt` (token ids [T]). `output` grows as tokens are sampled.
 
-    priority  among waiting requests higher ones are admitted first, equal ones in order of arrival
-    cached    prompt tokens that were found computed when it was admitted
+    priority     among waiting requests higher ones are admitted first, equal ones in order of arrival
+    cached       prompt tokens that were found computed when it was admitted
+    preemptions  times it was paused;  overtaken  times another request was admitted before it though it came later
 
     Raises InvalidTokens for a prompt that is empty or holds anything but token ids, ValueError for new_tokens < 1.
     """
@@ -49,6 +55,10 @@ class Request:
     sequence: Sequence | None = None
     priority: int = 0
     cached: int = 0
+    preemptions: int = 0
+    overtaken: int = 0
+    arrival: int = -1
+    reached: int = 0  # tokens computed when it was last preempted
 
     def __post_init__(self) -> None:
         self.ids = as_tokens(self.prompt)
@@ -60,18 +70,23 @@ class Request:
         return len(self.output) >= self.new_tokens
 
     @property
-    def prompt_left(self) -> int:
-        """Prompt tokens still to be computed; its sequence must be live."""
+    def left(self) -> int:
+        """Known tokens still to be computed; its sequence must be live."""
         assert self.sequence is not None
-        return len(self.ids) - self.sequence.computed
+        return self.sequence.known - self.sequence.computed
+
+    def known(self, start: int, stop: int) -> Array:
+        """Token ids of positions start .. stop - 1, which are known; its sequence must be live."""
+        assert self.sequence is not None
+        return self.ids[start:stop] if stop <= len(self.ids) else self.sequence.tokens[start:stop]
 
 
 @dataclass
 class Plan:
     """One step: copy blocks, then run `rows` and sample at the flat token indices `keep`.
 
-    The first rows decode (one token each, in the batch's order); the others are `chunks` of prompts.
-    `keep` has one entry per decoding request, then one per chunk that ends its prompt.
+    The first rows decode (one token each, in the batch's order); the others are `chunks` of known tokens.
+    `keep` has one entry per decoding request, then one per chunk that gives a request its first token.
     """
 
     rows: Rows
@@ -82,18 +97,43 @@ class Plan:
 
 
 class Scheduler:
-    """First come, first served over one BlockManager. At most `token_budget` tokens are fed per step."""
+    """First come, first served over one BlockManager.
 
-    def __init__(self, manager: BlockManager, token_budget: int = 512) -> None:
+    token_budget  tokens that are fed per step at most
+    preemption    how requests give up their blocks; None: their whole output is promised at admission
+    admit         lets a prompt in, by default the manager's own `admit` (a host tier puts itself here)
+    headroom      tokens of output promised at admission when there is preemption
+    pick          chooses which of the waiting requests to try next; by default the first
+    Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        token_budget: int = 512,
+        *,
+        preemption: Preemption | None = None,
+        admit: Callable[..., Sequence | NoSpace | NeverFits | Pending] | None = None,
+        headroom: int = 32,
+        pick: Callable[[list[Request]], Request] = lambda waiting: waiting[0],
+    ) -> None:
         if token_budget < 1:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
-        self.manager, self.token_budget = manager, token_budget
+        if headroom < 0:
+            raise ValueError(f"headroom {headroom}: must be at least 0")
+        self.manager, self.token_budget, self.headroom = manager, token_budget, headroom
+        self.preemption, self.pick = preemption, pick
+        self._enter = admit or manager.admit
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
+        self.paused: list[Request] = []
         self.batch = manager.batch()
         self.decoding: dict[Sequence, Request] = {}
         self.prompt_tokens_computed = 0
+        self.recomputed_tokens = 0
         self.hit_tokens = 0
+        self.preemptions = 0
+        self._arrivals = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if the pool could never hold all of it."""
@@ -104,6 +144,8 @@ class Scheduler:
                 f"prompt of {len(request.ids)} tokens and {request.new_tokens} new ones need "
                 f"{-(-slots // size)} blocks of {size}; the pool has {self.manager.num_blocks}"
             )
+        request.arrival = self._arrivals
+        self._arrivals += 1
         place = len(self.waiting)
         while place and self.waiting[place - 1].priority < request.priority:
             place -= 1
@@ -112,15 +154,24 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is waiting or running."""
-        return not (self.waiting or self.prefilling or self.decoding)
+        return not (self.waiting or self.prefilling or self.decoding or self.paused)
 
     def plan(self) -> Plan:
-        """The next step: one token for every decoding request, then prompts' chunks up to the budget."""
-        self._admit()
+        """The next step: one token for every decoding request, then chunks of known tokens up to the budget.
+
+        Raises RuntimeError if nothing can be done though something waits: blocks are held outside this scheduler.
+        """
+        self._make_room()
+        self._resume()
+        if not self.paused:
+            self._admit()
+        self._make_room()  # a resumed request that had nothing to compute may have joined the batch
         chunks = list(self._chunks(self.token_budget - len(self.batch)))
         rows = RowsBuilder()
         copies = [NO_COPIES]
         decoding = [self.decoding[sequence] for sequence in self.batch.sequences]
+        if not decoding and not chunks:
+            raise RuntimeError(f"{len(self.waiting) + len(self.paused)} requests wait and none can run")
         if decoding:
             grown = self.manager.grow(self.batch)
             copies.append(grown.copies)
@@ -131,11 +182,11 @@ class Scheduler:
             start, stop = sequence.computed, sequence.computed + count
             if start == sequence.cached:
                 copies.append(sequence.copies)
-            rows.prefill(request.ids[start:stop], sequence.slots(start, stop), stop, sequence.block_table)
+            rows.prefill(request.known(start, stop), sequence.slots(start, stop), stop, sequence.block_table)
         batch = rows.build()
         ends = batch.query_starts[1:] - 1
-        complete = [True] * len(decoding) + [request.prompt_left == count for request, count in chunks]
-        return Plan(batch, ends[complete], np.concatenate(copies), decoding, chunks)
+        sampling = [True] * len(decoding) + [request.left == count and not request.output for request, count in chunks]
+        return Plan(batch, ends[sampling], np.concatenate(copies), decoding, chunks)
 
     def acknowledge(self, plan: Plan, sampled: Array) -> list[tuple[Request, int]]:
         """The plan was run and `sampled` (one token per index in `keep`) came out: commit, move, finish.
@@ -148,12 +199,16 @@ class Scheduler:
             self.manager.commit(self.batch, np.array([request.output[-1] for request in plan.decoding]))
             new += [(request, next(tokens)) for request in plan.decoding]
         for request, count in plan.chunks:
+            start = request.sequence.computed
+            again = max(0, min(start + count, request.reached) - start)
             self.manager.commit(request.sequence, count)
-            self.prompt_tokens_computed += count
-            if request.prompt_left == 0:
+            self.recomputed_tokens += again
+            self.prompt_tokens_computed += count - again
+            if request.left == 0:
                 self.prefilling.remove(request)
                 self._start_decoding(request)
-                new.append((request, next(tokens)))
+                if not request.output:
+                    new.append((request, next(tokens)))
         for request, token in new:
             request.output.append(token)
             if request.finished:
@@ -168,24 +223,62 @@ class Scheduler:
             self._release(request)
 
     def _admit(self) -> None:
-        """Admit in order of arrival. Waiting for a leader lets others pass; lack of room doesn't."""
-        held: list[Request] = []
-        while self.waiting:
-            request = self.waiting.popleft()
-            answer = self.manager.admit(request.ids, namespace=request.namespace, reserve=request.new_tokens - 1)
-            if answer:
+        """Admit by `pick`. Waiting for a leader lets others pass; lack of room doesn't."""
+        candidates = list(self.waiting)
+        while candidates:
+            request = self.pick(candidates)
+            candidates.remove(request)
+            promised = request.new_tokens - 1 if self.preemption is None else min(request.new_tokens - 1, self.headroom)
+            answer = self._enter(request.ids, namespace=request.namespace, reserve=promised)
+            if isinstance(answer, NoSpace):
+                return
+            if isinstance(answer, Sequence):
+                self.waiting.remove(request)
                 request.sequence, request.cached = answer, answer.cached
                 self.hit_tokens += answer.cached
                 self.prefilling.append(request)
-                continue
-            held.append(request)
-            if isinstance(answer, NoSpace):
-                break
-        self.waiting.extendleft(reversed(held))
+                for other in self.waiting:
+                    other.overtaken += other.arrival < request.arrival
+
+    def _make_room(self) -> None:
+        """Preempt the newest requests until the whole batch can grow by a token; the oldest is never preempted."""
+        if self.preemption is None:
+            return
+        while self.manager.missing(self.batch) > 0:
+            running = sorted([*self.decoding.values(), *self.prefilling], key=lambda request: request.arrival)
+            if len(running) < 2:
+                raise RuntimeError(f"{running[0].sequence!r} needs blocks that are held outside this scheduler")
+            self._pause(running[-1])
+
+    def _pause(self, request: Request) -> None:
+        sequence = request.sequence
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        self.decoding.pop(sequence, None)
+        request.reached = max(request.reached, sequence.computed)
+        self.preemption.out(sequence)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.paused.append(request)
+        self.paused.sort(key=lambda other: other.arrival)
+
+    def _resume(self) -> None:
+        """Bring paused requests back, oldest first, as long as there is room for them and some headroom."""
+        while self.paused:
+            request = self.paused[0]
+            alone = not (self.decoding or self.prefilling)
+            headroom = 0 if alone else min(request.new_tokens - len(request.output), self.headroom)
+            if self.preemption.back(request.sequence, reserve=headroom) is not None:
+                return
+            del self.paused[0]
+            if request.left:
+                self.prefilling.append(request)
+            else:
+                self._start_decoding(request)
 
     def _chunks(self, budget: int) -> Iterable[tuple[Request, int]]:
         for request in self.prefilling:
-            count = min(budget, request.prompt_left)
+            count = min(budget, request.left)
             if count <= 0:
                 return
             budget -= count
@@ -196,8 +289,32 @@ class Scheduler:
         self.decoding[request.sequence] = request
 
     def _release(self, request: Request) -> None:
-        if request in self.prefilling:
-            self.prefilling.remove(request)
+        for requests in (self.prefilling, self.paused):
+            if request in requests:
+                requests.remove(request)
         self.decoding.pop(request.sequence, None)
         self.manager.free(request.sequence)
+        if self.preemption is not None:
+            self.preemption.gone(request.sequence)
         request.sequence = None
+
+
+class LongestPrefixFirst:
+    """A `pick`: whose prompt has the longest cached prefix goes first, unless somebody was overtaken too often.
+
+    bound  times that a request can be overtaken; then it is next, whatever is cached
+    """
+
+    def __init__(self, manager: BlockManager, bound: int = 8) -> None:
+        if bound < 0:
+            raise ValueError(f"bound {bound}: must be at least 0")
+        self._manager, self._bound = manager, bound
+
+    def __call__(self, waiting: list[Request]) -> Request:
+        tired = [request for request in waiting if request.overtaken >= self._bound]
+        if tired:
+            return min(tired, key=lambda request: request.arrival)
+        return max(waiting, key=lambda request: (request.priority, self._cached(request), -request.arrival))
+
+    def _cached(self, request: Request) -> int:
+        return self._manager.lookup(request.ids, request.namespace)
