@@ -117,16 +117,16 @@ FACTORIES: dict[str, Callable[[int, int], Manager]] = {
 }
 
 
+def why_not(name: str) -> str | None:
+    """Why a manager can't be measured here, in one line; None if it can."""
+    try:
+        FACTORIES[name](8, 16)
+    except Exception as error:  # whatever an engine's import raises
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
 def available() -> tuple[list[str], dict[str, str]]:
     """The managers that work here, ours first; and why those don't whose engine is installed but can't be used."""
-    usable, broken = [], {}
-    for name, factory in FACTORIES.items():
-        if name != "blockmgr" and find_spec(name) is None:
-            continue
-        try:
-            factory(8, 16)
-        except Exception as error:  # whatever an engine's import raises
-            broken[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        else:
-            usable.append(name)
-    return usable, broken
+    reasons = {name: why_not(name) for name in FACTORIES if name == "blockmgr" or find_spec(name) is not None}
+    return [name for name, why in reasons.items() if why is None], {name: why for name, why in reasons.items() if why}

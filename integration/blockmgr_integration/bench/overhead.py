@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..options import BadInput
-from .managers import FACTORIES, Manager, Ours, available
+from .managers import FACTORIES, Manager, Ours, available, why_not
 from .workloads import BLOCK, DECODE, Workload, make, shared_prefix
 
 NAMES = ("W1", "W2", "W3", "W4", "W5")
@@ -114,16 +114,17 @@ def command(
 ) -> int:
     """What a block manager costs a serving loop: microseconds per request and per step, no model involved."""
     chosen = NAMES if workload == "all" else tuple(workload.split(","))
-    usable, broken = available() if managers == "all" else (managers.split(","), {})
     for name in chosen:
         if name not in NAMES:
             raise BadInput(f"--workload {name}: choose from {', '.join(NAMES)}, or all")
-    for name in usable:
-        if name not in FACTORIES:
-            raise BadInput(f"--managers {name}: choose from {', '.join(FACTORIES)}, or all")
     for option, value in (("live", live), ("repeat", repeat)):
         if value < 1:
             raise BadInput(f"--{option} {value}: must be at least 1")
+    if seed < 0:
+        raise BadInput(f"--seed {seed}: must be at least 0")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise BadInput(f"--json {json_file}: folder {json_file.parent} does not exist")
+    usable, broken = available() if managers == "all" else (_named(managers.split(",")), {})
     console = Console()
     for name, why in broken.items():
         console.print(f"{name} is installed but left out: {why}", markup=False, highlight=False)
@@ -148,6 +149,16 @@ def command(
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": [asdict(row) for row in rows] + scaling}, indent=1))
     return 0
+
+
+def _named(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in FACTORIES:
+            raise BadInput(f"--managers {name}: choose from {', '.join(FACTORIES)}, or all")
+        why = why_not(name)
+        if why is not None:
+            raise BadInput(f"--managers {name}: {why}")
+    return names
 
 
 def pool_rows(repeat: int, seed: int) -> list[dict[str, float]]:
