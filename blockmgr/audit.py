@@ -131,6 +131,8 @@ def _tree(m: BlockManager) -> None:
             resident += len(blocks)
             held = pool.lease[blocks] + pool.fence[blocks]
             idle += int(np.count_nonzero(held == 0))
+            if (np.diff(m.tree.last_use[blocks[held == 0]]) > 0).any():
+                raise broken(23, f"run {blocks.tolist()} was used later at depth: {m.tree.last_use[blocks].tolist()}")
             above = _held(m, run.above(0)) if run.parent is not root else 1
             if (np.diff((np.append(above, held) > 0).astype(int)) > 0).any():
                 raise broken(18, f"run {blocks.tolist()} is held below a block that is not: {above} {held.tolist()}")

@@ -145,6 +145,7 @@ class Growth:
         index, tail, run = len(path) - 1, path[-1], seq.run
         pool.tokens[new, :used] = pool.tokens[tail, :used]
         if index < seq.published:
+            self._tree.used(path[index:])
             self._publication.retreat(seq, index)
         self.guard(seq, path)
         self._tickets.drop(path[index:], seq.root)

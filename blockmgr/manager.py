@@ -148,15 +148,18 @@ class BlockManager:
         short the oldest sequences are served first and the others are named in Step.starved, untouched.
         Raises InvalidCount (n < 1), InvalidHandle.
         """
-        check_count("n", n, least=1)
+        if n != 1:
+            check_count("n", n, least=1)
         if isinstance(target, Batch):
             if target.manager is not self:
                 raise InvalidHandle(f"{target!r} belongs to another manager")
-            step = (self.growth.grow_batch(target) if n == 1 else None) or self.growth.grow_each(target, n)
-            if step.starved:
-                target.pending.clear()
-            else:
-                target.pending.append((n, step.slots))
+            step = self.growth.grow_batch(target) if n == 1 else None
+            if step is None:
+                step = self.growth.grow_each(target, n)
+                if step.starved:
+                    target.pending.clear()
+                    return step
+            target.pending.append((n, step.slots))
         else:
             self._own(target)
             if target.batch is not None:
@@ -232,24 +235,27 @@ class BlockManager:
         given = np.asarray(tokens)
         ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
         count = len(rows)
-        n = len(ids) // count if count else 0
+        n = 1 if len(ids) == count else len(ids) // count if count else 0
         if n * count != len(ids) or (given.ndim == 2 and len(given) != count):
             raise InvalidCount(f"tokens of shape {given.shape} for a batch of {count} sequences")
         computed = tables.computed[rows]
-        if batch.pending and batch.pending[0][0] == n:
-            slots = batch.pending.popleft()[1]
+        pending = batch.pending
+        if pending and pending[0][0] == n:
+            slots = pending.popleft()[1]
         else:
             slots = self._slots_to_commit(batch, computed, n)
-            batch.pending.clear()
+            pending.clear()
         self.pool.token_slots[slots] = ids
         computed = np.add(computed, ONE if n == 1 else n)
         tables.computed[rows] = computed
         tables.known[rows] = computed
         self.counters.generated_tokens += len(ids)
-        for seq in self.growth.copying.intersection(batch.sequences) if self.growth.copying else ():
-            self.growth.copied(seq)
-        for seq in self.publication.eager.intersection(batch.sequences) if self.publication.eager else ():
-            self.publication.publish(seq)
+        if self.growth.copying:
+            for seq in self.growth.copying.intersection(batch.sequences):
+                self.growth.copied(seq)
+        if self.publication.eager:
+            for seq in self.publication.eager.intersection(batch.sequences):
+                self.publication.publish(seq)
 
     def _slots_to_commit(self, batch: Batch, computed: Ints, n: int) -> Ints:
         """Where the next n tokens of each member lie; the membership changed since they were grown."""
@@ -287,8 +293,7 @@ class BlockManager:
         tree, tables, row = self.tree, self.tables, seq.row
         blocks = tables.row(row).astype(np.intp)
         if seq.published and not seq.root.dead:
-            tree.tick += 1
-            tree.used(blocks[: seq.published], tree.tick)
+            tree.used(blocks[: seq.published])
         self.tickets.drop(blocks, seq.root)
         self.growth.promised -= int(tables.promise[row])
         tables.close(row)
@@ -369,6 +374,7 @@ class BlockManager:
         gone = tables.row(row)[keep:].astype(np.intp)
         run = seq.run
         if keep < seq.published:
+            self.tree.used(gone[: seq.published - keep])
             self.publication.retreat(seq, keep)
         tables.blocks[row, keep:count] = -1
         tables.count[row] = keep

@@ -31,18 +31,30 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
     An int32 array is not copied. Raises InvalidTokens: empty, not integers, not one-dimensional, or an id outside
     0 .. 2**31 - 1 (named with its position).
     """
-    try:
-        got = np.asarray(ids)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
+    got: npt.NDArray[Any]
+    if type(ids) is np.ndarray:
+        got = ids
+    else:
+        try:
+            got = np.asarray(ids)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
     if got.ndim != 1:
         raise InvalidTokens(f"token ids must be one-dimensional, got shape {got.shape}")
     if len(got) == 0:
         raise InvalidTokens("token ids must not be empty")
+    if got.dtype is INT32:
+        if np.minimum.reduce(got) < 0:
+            raise _outside(got, int(got.argmin()))
+        return got if got.flags.c_contiguous else np.ascontiguousarray(got)  # type: ignore[return-value]
     if got.dtype.kind not in "iu":
         raise InvalidTokens(f"token ids must be integers, got dtype {got.dtype}")
-    low = np.minimum.reduce(got)
-    if low < 0 or (got.dtype != INT32 and np.maximum.reduce(got) > MAX_TOKEN):
-        at = int(got.argmin() if low < 0 else got.argmax())
-        raise InvalidTokens(f"token id {got[at]} at position {at} is outside 0 .. {MAX_TOKEN}")
+    if got.min() < 0:
+        raise _outside(got, int(got.argmin()))
+    if got.max() > MAX_TOKEN:
+        raise _outside(got, int(got.argmax()))
     return np.ascontiguousarray(got, dtype=INT32)
+
+
+def _outside(got: npt.NDArray[Any], at: int) -> InvalidTokens:
+    return InvalidTokens(f"token id {got[at]} at position {at} is outside 0 .. {MAX_TOKEN}")

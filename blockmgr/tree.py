@@ -240,13 +240,14 @@ class Tree:
                 children[key] = run
             run.root.resident += count
             pool.committed[new] = True
+            self.last_use[new] = self.tick
             self.order.stored(new, self.tick)
             for listener in self.listeners:
                 listener.stored(run, at, new)
             pos, at = pos + count, at + count
         return run, at, duplicates, displaced
 
-    def _held(self, block: int) -> bool:
+    def _held(self, block: int | np.intp) -> bool:
         return bool(self.pool.lease[block] or self.pool.fence[block])
 
     def _make_way(self, run: Run, at: int) -> None:
@@ -276,10 +277,11 @@ class Tree:
 
     # --- shrinking -----------------------------------------------------------------------------------------
 
-    def used(self, blocks: Ints, tick: int) -> None:
-        """Record that a sequence let go of these committed blocks, leading blocks first."""
-        self.last_use[blocks] = tick
-        self.order.used(blocks, tick)
+    def used(self, blocks: Ints) -> None:
+        """Record that a sequence lets go of these committed blocks, leading blocks first: one more tick."""
+        self.tick += 1
+        self.last_use[blocks] = self.tick
+        self.order.used(blocks, self.tick)
 
     def offer(self, run: Run) -> None:
         """Put the run among the leaves if its tail is reclaimable now."""
@@ -324,8 +326,8 @@ class Tree:
         """Free up to `count` cached blocks, leaves first and in order; returns how many were freed."""
         freed = 0
         while freed < count:
-            leaves, most = self._next_leaves(user)
-            if leaves is None:
+            leaves, most = self._next_leaves(user) if self.guaranteed else (self.leaves, count)
+            if not leaves:
                 break
             leaf: Leaf = leaves[0]
             run = leaf[-1]
@@ -354,19 +356,22 @@ class Tree:
 
     def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> Ints:
         """The run's last blocks, last first, that are reclaimable and tie with the leaf's key; at most `most`."""
-        pool = self.pool
+        pool, scores = self.pool, self.order.scores
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
-        stop = self.last_use[blocks] != leaf[2]
-        stop |= pool.lease[blocks].astype(np.bool_)
-        if pool.fences:
-            stop |= pool.fence[blocks] > 0
-        if self.order.scores is not None:
-            stop |= self.order.scores[blocks] != leaf[1]
-        if self.priority is not None:
-            stop |= self.priority[blocks] != leaf[0]
-        first = int(stop.argmax())
-        if stop[first]:
-            blocks = blocks[:first]
+        # Towards the root recency only grows and holds only begin, so if the last of these qualifies all do;
+        # scores and priorities have no such order.
+        last = blocks[-1]
+        if scores is not None or self.priority is not None or self._held(last) or self.last_use[last] != leaf[2]:
+            stop = self.last_use[blocks] != leaf[2]
+            stop |= pool.lease[blocks].astype(np.bool_)
+            stop |= pool.fence[blocks].astype(np.bool_)
+            if scores is not None:
+                stop |= scores[blocks] != leaf[1]
+            if self.priority is not None:
+                stop |= self.priority[blocks] != leaf[0]
+            first = int(stop.argmax())
+            if stop[first]:
+                blocks = blocks[:first]
         candidates = blocks.tolist()
         if self.branches.keys().isdisjoint(candidates):
             return blocks
