@@ -3,6 +3,10 @@
 Which implementation runs is decided by the device of the pages and by what is installed, never by the arguments'
 values: CUDA tensors go to Triton, CPU tensors to numba, or to torch alone where numba can't be imported. The variable
 BLOCKMGR_KERNELS (triton, numba or torch) overrides the choice; `triton` on the CPU needs TRITON_INTERPRET=1.
+
+An implementation is a module with the functions write_kv, paged_attention, copy_blocks, gather_blocks and
+scatter_blocks. They get the arguments that passed the checks; paged_attention also the Shape that these returned, and
+an `out` to fill, and returns the LSE or None.
 """
 
 from __future__ import annotations
