@@ -24,6 +24,7 @@ from rich.table import Table
 from ..options import BadInput
 
 BLOCK_SIZE = 16
+SHORT = {"float32": "f32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -199,14 +200,13 @@ def _implementation() -> str:
 def _report(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(f"Decode attention of one layer, {_implementation()} implementation, one thread, milliseconds:")
     names = list(rows[0]["seconds"])
-    headings = ["shape", "pages", "batch", "context", "shared", *names, "forest / plain", "plain / sdpa"]
-    table = Table(*headings)
-    for column in table.columns[2:]:
+    table = Table("shape, pages", "batch x\ncontext", "shared", *names, "forest /\nplain", "plain /\nsdpa", box=None)
+    for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
         times = (f"{row['seconds'][name] * 1e3:.2f}" for name in names)
-        sizes = (str(row["batch"]), f"{row['context']:,}", f"{row['shared']:,}")
+        sizes = (f"{row['batch']} x {row['context']:,}", f"{row['shared']:,}")
         ratios = (f"{row['forest_over_plain']:.2f}", f"{row['plain_over_sdpa']:.1f}")
-        table.add_row(row["shape"], row["dtype"], *sizes, *times, *ratios)
+        table.add_row(f"{row['shape']}, {SHORT[row['dtype']]}", *sizes, *times, *ratios)
     console.print(table)
     console.print("Ratios are speed-ups. sdpa: each row gathered, then torch's scaled_dot_product_attention.")
