@@ -200,7 +200,16 @@ def _implementation() -> str:
 def _report(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(f"Decode attention of one layer, {_implementation()} implementation, one thread, milliseconds:")
     names = list(rows[0]["seconds"])
-    table = Table("shape, pages", "batch x\ncontext", "shared", *names, "forest /\nplain", "plain /\nsdpa", box=None)
+    table = Table(
+        "shape, pages",
+        "batch x\ncontext",
+        "shared",
+        *names,
+        "forest /\nplain",
+        "plain /\nsdpa",
+        box=None,
+        pad_edge=False,
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
