@@ -103,6 +103,12 @@ def _sglang(num_blocks: int, block_size: int) -> Manager:
     return SGLang(num_blocks, block_size)
 
 
+def _nanovllm(num_blocks: int, block_size: int) -> Manager:
+    from .peers_nanovllm import NanoVLLM
+
+    return NanoVLLM(num_blocks, block_size)
+
+
 def _transformers(num_blocks: int, block_size: int) -> Manager:
     from .peers_transformers import Transformers
 
@@ -113,6 +119,7 @@ FACTORIES: dict[str, Callable[[int, int], Manager]] = {
     "blockmgr": Ours,
     "vllm": _vllm,
     "sglang": _sglang,
+    "nanovllm": _nanovllm,
     "transformers": _transformers,
 }
 
