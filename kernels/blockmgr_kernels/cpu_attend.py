@@ -17,273 +17,23 @@ tile. Everything is compiled once per machine and cached beside the package (or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
 from . import cpu_simd as simd
+from .cpu_tiles import add_values, add_values_few, compiled, locate, pack, score_few, score_lanes, widen
 
 LANES, TILE, ROWS = simd.LANES, simd.TILE, simd.ROWS
 SCORE_TOKENS = 64  # tokens of one score tile; tiles start at absolute multiples of it
-FEW_BYTES = 1 << 20  # bytes of a tile of tokens in all heads where few queries share it: two fit the L2 cache
+FEW_BYTES = 1 << 20  # bytes of a tile of tokens in all heads where few queries share it: it fits the L2 cache
 FEW = 8  # packed rows up to which head elements go in lanes
 QUERIES = 256  # query tokens of an item that are packed at a time
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
-
-OK, BAD_STARTS, BAD_LENGTH, BAD_ENTRY, STALE_PLAN = 0, 1, 2, 3, 4  # results of `check_rows`
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_softmax_lanes, _softmax_rows, _soft_cap, _fetch = simd.softmax_lanes, simd.softmax_rows, simd.soft_cap, simd.fetch
 
 
-def _compiled(function: _Function) -> _Function:
-    return cast(_Function, njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-_lanes_1, _lanes_2 = simd.scores_lanes[1], simd.scores_lanes[2]
-_single_1, _single_2 = simd.scores_lanes_one[1], simd.scores_lanes_one[2]
-_wide = simd.TILE_VECTORS == 4
-_lanes_3, _lanes_4 = simd.scores_lanes[3 if _wide else 1], simd.scores_lanes[4 if _wide else 2]
-_single_3, _single_4 = simd.scores_lanes_one[3 if _wide else 1], simd.scores_lanes_one[4 if _wide else 2]
-_few_1, _few_2, _few_3, _few_4 = (simd.scores_rows[count] for count in (1, 2, 3, 4))
-_half_1, _half_2, _half_3, _half_4 = (simd.scores_rows_half[count] for count in (1, 2, 3, 4))
-_values_1, _values_2, _values_3, _values_4 = (simd.values_by[count] for count in (1, 2, 3, 4))
-_widen_f32, _widen_f16, _widen_bf16, _widen_f8, _widen_i8 = (simd.widen_by[kind] for kind in range(5))
-_softmax_lanes, _softmax_rows, _soft_cap = simd.softmax_lanes, simd.softmax_rows, simd.soft_cap
-_values_few_1, _values_few_2, _values_few_3, _values_few_4 = (simd.values_few[count] for count in (1, 2, 3, 4))
-_values_half_1, _values_half_2, _values_half_3, _values_half_4 = (simd.values_few_half[n] for n in (1, 2, 3, 4))
-_load_float, _fetch, _move = simd.load_float, simd.fetch, simd.move
-_TOKENS_1, _TOKENS_2 = simd.TOKENS[1], simd.TOKENS[2]
-_TOKENS_3, _TOKENS_4 = simd.TOKENS[3 if _wide else 1], simd.TOKENS[4 if _wide else 2]
-
-
-@_compiled
-def copy_rows(
-    source: int, token: int, head: int, target: int, block: int, slot: int, page_head: int, slots: Any,
-    block_size: int, heads: int, size: int,
-) -> None:  # fmt: skip
-    """Rows of `size` bytes, at token and head strides, to pages at block, slot and head strides; slot -1 is skipped."""
-    for t in range(len(slots)):
-        if slots[t] >= 0:
-            place = target + slots[t] // block_size * block + slots[t] % block_size * slot
-            for h in range(heads):
-                _move(source + t * token + h * head, place + h * page_head, size)
-
-
-@_compiled
-def check_slots(slots: Any, limit: int) -> int:
-    """The first token whose slot is outside -1..limit-1; -1 if there is none."""
-    for t in range(len(slots)):
-        if slots[t] < -1 or slots[t] >= limit:
-            return t
-    return -1
-
-
-@_compiled
-def check_rows(
-    tables: Any, starts: Any, lengths: Any, tokens: int, num_blocks: int, block_size: int, window: int,
-    order: Any, run_rows: Any, run_blocks: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Look at all metadata that will be used, before anything is: (result, row, offending value)."""
-    rows, width = tables.shape
-    if starts[0] != 0:
-        return BAD_STARTS, 0, np.int64(starts[0])
-    for row in range(rows):
-        count = np.int64(starts[row + 1]) - starts[row]
-        if count < 0 or starts[row + 1] > tokens:
-            return BAD_STARTS, row + 1, np.int64(starts[row + 1])
-        length = np.int64(lengths[row])
-        if length < 0 or length > width * block_size:
-            return BAD_LENGTH, row, length
-        if count == 0 or length == 0:
-            continue
-        first = max(0, length - count - window + 1) // block_size if window else 0
-        for column in range(first, (length + block_size - 1) // block_size):
-            if tables[row, column] < 0 or tables[row, column] >= num_blocks:
-                return BAD_ENTRY, row, np.int64(tables[row, column])
-    for run in range(len(run_rows)):
-        leader = order[run_rows[run, 0]]
-        for place in range(run_rows[run, 0], run_rows[run, 1]):
-            row = order[place]
-            if np.int64(run_blocks[run, 1]) * block_size > lengths[row]:
-                return STALE_PLAN, row, run
-            for column in range(run_blocks[run, 0], run_blocks[run, 1]):
-                if tables[row, column] != tables[leader, column]:
-                    return STALE_PLAN, row, run
-    return OK, 0, 0
-
-
-@_compiled
-def _widen(kind: int, source: int, stride: int, item: int, target: int, count: int) -> None:
-    """`count` elements, `stride` bytes apart, as float32; `item` bytes each."""
-    step = count if stride == item else 1
-    for done in range(0, count, step):
-        if kind == simd.FLOAT32:
-            _widen_f32(source + done * stride, target + 4 * done, step)
-        elif kind == simd.FLOAT16:
-            _widen_f16(source + done * stride, target + 4 * done, step)
-        elif kind == simd.BFLOAT16:
-            _widen_bf16(source + done * stride, target + 4 * done, step)
-        elif kind == simd.FLOAT8:
-            _widen_f8(source + done * stride, target + 4 * done, step)
-        else:
-            _widen_i8(source + done * stride, target + 4 * done, step)
-
-
-@_compiled
-def _score_lanes(
-    queries: int, vectors: int, keys: int, scores: int, count: int, dim: int, ahead: int, size: int
-) -> None:
-    """scores[t, lane] for `count` tokens whose key addresses lie at `keys`; rows `ahead` are prefetched if not 0."""
-    line = 4 * LANES * vectors
-    done = 0
-    tokens = _TOKENS_1 if vectors == 1 else _TOKENS_2 if vectors == 2 else _TOKENS_3 if vectors == 3 else _TOKENS_4
-    while done + tokens <= count:
-        at, place = keys + 8 * done, scores + done * line
-        if ahead:
-            _fetch(ahead + 8 * done, tokens, size)
-        if vectors == 1:
-            _lanes_1(queries, line, at, place, line, dim)
-        elif vectors == 2:
-            _lanes_2(queries, line, at, place, line, dim)
-        elif vectors == 3:
-            _lanes_3(queries, line, at, place, line, dim)
-        else:
-            _lanes_4(queries, line, at, place, line, dim)
-        done += tokens
-    while done < count:
-        at, place = keys + 8 * done, scores + done * line
-        if vectors == 1:
-            _single_1(queries, line, at, place, line, dim)
-        elif vectors == 2:
-            _single_2(queries, line, at, place, line, dim)
-        elif vectors == 3:
-            _single_3(queries, line, at, place, line, dim)
-        else:
-            _single_4(queries, line, at, place, line, dim)
-        done += 1
-
-
-@_compiled
-def _score_few(
-    queries: int, stride: int, rows: int, keys: int, scores: int, count: int, dim: int,
-    ahead: int, item: int, half: bool,
-) -> None:  # fmt: skip
-    """scores[t, q], ROWS to a token; tokens are done in fours, so up to 3 more than `count` must have an address."""
-    for done in range(0, count, 4):
-        at, place, coming = keys + 8 * done, scores + 4 * ROWS * done, ahead + 8 * done
-        if half:
-            if rows == 1:
-                _half_1(queries, stride, at, place, dim, coming, item)
-            elif rows == 2:
-                _half_2(queries, stride, at, place, dim, coming, item)
-            elif rows == 3:
-                _half_3(queries, stride, at, place, dim, coming, item)
-            else:
-                _half_4(queries, stride, at, place, dim, coming, item)
-        elif rows == 1:
-            _few_1(queries, stride, at, place, dim, coming, item)
-        elif rows == 2:
-            _few_2(queries, stride, at, place, dim, coming, item)
-        elif rows == 3:
-            _few_3(queries, stride, at, place, dim, coming, item)
-        else:
-            _few_4(queries, stride, at, place, dim, coming, item)
-
-
-@_compiled
-def _add_values(weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int) -> None:
-    """Rescale and add to ROWS outputs whose row addresses lie at `rows`; dim is a multiple of LANES."""
-    done, left = 0, dim // LANES
-    while left >= 4:
-        _values_4(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
-        done += 4 * LANES
-        left -= 4
-    if left == 3:
-        _values_3(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
-    elif left == 2:
-        _values_2(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
-    elif left == 1:
-        _values_1(weights, line, values, 4 * done, count, rows, alpha, 0, 0)
-
-
-@_compiled
-def _add_values_few(
-    weights: int, line: int, values: int, count: int, rows: int, alpha: int, dim: int, ahead: int, item: int, half: bool
-) -> None:
-    """The same with prefetching, values float32 or (half) bfloat16."""
-    done, left = 0, dim // LANES
-    while left:
-        now = min(left, 4)
-        if half:
-            if now == 4:
-                _values_half_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-            elif now == 3:
-                _values_half_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-            elif now == 2:
-                _values_half_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-            else:
-                _values_half_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        elif now == 4:
-            _values_few_4(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        elif now == 3:
-            _values_few_3(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        elif now == 2:
-            _values_few_2(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        else:
-            _values_few_1(weights, line, values, 4 * done, count, rows, alpha, ahead, item)
-        done += now * LANES
-        left -= now
-
-
-@_compiled
-def _locate(table: Any, at: int, count: int, block_size: int, pages: Any, keys: Any, values: Any) -> None:
-    """Addresses, at head 0, of the keys and values of `count` tokens from position `at`."""
-    k_address, k_block, k_slot, _, _, v_address, v_block, v_slot, _, _, _ = pages
-    column, offset = at // block_size, at % block_size
-    for t in range(count):
-        block = np.int64(table[column])
-        keys[t] = k_address + block * k_block + offset * k_slot
-        values[t] = v_address + block * v_block + offset * v_slot
-        offset += 1
-        if offset == block_size:
-            offset = 0
-            column += 1
-
-
-@_compiled
-def _pack(members: Any, first: int, packed: int, rounded: int, few: bool, query: Any, sizes: Any, by: Any,
-          work: Any) -> None:  # fmt: skip
-    """Queries, scaled by `by` per KV head: row by row for few, else tile by tile with the rows in lanes."""
-    q_address, q_token, q_head = query
-    heads, kv_heads, dim, _, _ = sizes
-    group = heads // kv_heads
-    padded = (dim + LANES - 1) // LANES * LANES
-    for head in range(kv_heads):
-        for row in range(packed):
-            source = q_address + members[first + row // group] * q_token + (head * group + row % group) * q_head
-            if few:
-                start = (head * rounded + row) * padded
-                for d in range(dim):
-                    work[start + d] = _load_float(source + 4 * d) * by[head]
-                for d in range(dim, padded):
-                    work[start + d] = 0.0
-            else:
-                begin = row // TILE * TILE
-                lanes = min(TILE, (packed - begin + LANES - 1) // LANES * LANES)
-                start = (head * rounded + begin) * padded + row - begin
-                for d in range(dim):
-                    work[start + d * lanes] = _load_float(source + 4 * d) * by[head]
-        if not few and packed % LANES:
-            begin = packed // TILE * TILE
-            lanes = (packed - begin + LANES - 1) // LANES * LANES
-            for row in range(packed - begin, lanes):
-                for d in range(dim):
-                    work[(head * rounded + begin) * padded + row + d * lanes] = 0.0
-
-
-@_compiled
+@compiled
 def _attend_item(
     members: Any, first: int, last: int, table: Any, run_start: Any, run_stop: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
@@ -325,7 +75,7 @@ def _attend_item(
     by = np.full(kv_heads, np.float32(factor * _LOG2E), np.float32)
     if len(key_scales):
         by *= key_scales
-    _pack(members, first, packed, rounded, few, query, sizes, by, work)
+    pack(members, first, packed, rounded, few, query, sizes, by, work)
 
     scores = np.empty(SCORE_TOKENS * TILE, np.float32)
     place = scores.ctypes.data
@@ -344,12 +94,12 @@ def _attend_item(
     at, end = max(run_start, lowest), min(run_stop, highest)
     stop = min(end, (at // token_tile + 1) * token_tile)
     if at < end:
-        _locate(table, at, stop - at, block_size, pages, key_rows, value_rows)
+        locate(table, at, stop - at, block_size, pages, key_rows, value_rows)
     while at < end:
         count = stop - at
         next_stop = min(end, stop + token_tile)
         next_count = next_stop - stop
-        _locate(table, stop, next_count, block_size, pages, next_keys, next_values)
+        locate(table, stop, next_count, block_size, pages, next_keys, next_values)
         for head in range(kv_heads):
             for t in range(SCORE_TOKENS):  # what comes next: the same tokens' next head, or the next tokens' first
                 if head + 1 < kv_heads:
@@ -365,8 +115,8 @@ def _attend_item(
                 for t in range(count):
                     keys[t] = wide_keys.ctypes.data + 4 * t * padded
                     values[t] = wide_values.ctypes.data + 4 * t * value_padded
-                    _widen(kind, key_rows[t] + head * k_head, k_item, item, keys[t], dim)
-                    _widen(kind, value_rows[t] + head * v_head, v_item, item, values[t], value_dim)
+                    widen(kind, key_rows[t] + head * k_head, k_item, item, keys[t], dim)
+                    widen(kind, value_rows[t] + head * v_head, v_item, item, values[t], value_dim)
             for t in range(count, count + 4):  # scores are taken four tokens at a time
                 keys[t] = keys[count - 1]
             for number in range(tiles):
@@ -388,14 +138,14 @@ def _attend_item(
                 k_at, v_at = keys.ctypes.data + 8 * (t0 - at), values.ctypes.data + 8 * (t0 - at)
                 filled = n
                 if few:
-                    _score_few(
+                    score_few(
                         tile_queries, 4 * padded, rows, k_at, place, n, padded,
                         ahead_keys.ctypes.data + 8 * (t0 - at), item, half,
                     )  # fmt: skip
                     while filled * ROWS % LANES:
                         filled += 1
                 else:
-                    _score_lanes(
+                    score_lanes(
                         tile_queries, lanes // LANES, k_at, place, n, dim,
                         0 if number else ahead_keys.ctypes.data, dim * item,
                     )  # fmt: skip
@@ -431,7 +181,7 @@ def _attend_item(
                         )  # fmt: skip
                 outputs = out_rows.ctypes.data + 2 * state
                 if few:
-                    _add_values_few(
+                    add_values_few(
                         place, line, v_at, n, outputs, alpha.ctypes.data, value_padded,
                         ahead_values.ctypes.data + 8 * (t0 - at), item, half,
                     )  # fmt: skip
@@ -440,7 +190,7 @@ def _attend_item(
                         if number == 0:  # a share of the tokens with each group of rows
                             begin, until = SCORE_TOKENS * r // rows, SCORE_TOKENS * min(r + ROWS, rows) // rows
                             _fetch(ahead_values.ctypes.data + 8 * begin, until - begin, value_dim * item)
-                        _add_values(
+                        add_values(
                             place + 4 * r, line, v_at, n, outputs + 8 * r, alpha.ctypes.data + 4 * r, value_padded
                         )
         at, stop = stop, next_stop
@@ -453,7 +203,7 @@ def _attend_item(
             maximum[place], total[place] = high[head, row], sums[head, row]
 
 
-@_compiled
+@compiled
 def attend(
     tables: Any, starts: Any, lengths: Any, order: Any, run_rows: Any, run_blocks: Any, tail_starts: Any,
     query: Any, pages: Any, sizes: Any, options: Any, per_head: Any,
@@ -533,4 +283,3 @@ def workspace(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int) 
     padded, value_padded = (-(-size // LANES) * LANES for size in (dim, value_dim))
     packed = min(tokens, QUERIES) * (heads // kv_heads)
     return (tokens * heads + 1) * value_padded, kv_heads * ((packed + TILE) // TILE * TILE) * padded
-

@@ -13,18 +13,8 @@ import torch
 
 from . import cpu_simd as simd
 from .contract import Metadata, Shape
-from .cpu_attend import (
-    BAD_ENTRY,
-    BAD_LENGTH,
-    BAD_STARTS,
-    LANES,
-    STALE_PLAN,
-    attend,
-    check_rows,
-    check_slots,
-    copy_rows,
-    workspace,
-)
+from .cpu_attend import LANES, attend, workspace
+from .cpu_rows import BAD_ENTRY, BAD_LENGTH, BAD_STARTS, STALE_PLAN, check_rows, check_slots, copy_rows
 from .cpu_torch import copy_blocks, gather_blocks, scatter_blocks
 from .cpu_torch import write_kv as write_with_torch
 from .errors import PlanError, RangeError
