@@ -1,23 +1,17 @@
 """The Triton kernels in Triton's own interpreter, against the float64 reference: float32 and float16.
 
 Unwritten memory is NaN, table entries behind the length are hostile, and nothing may change that was not asked for.
-Launches are slow here, so shapes are small. On a machine with a GPU the same tests run compiled, bfloat16 included.
+Launches are slow here, so shapes are small (conftest.py chooses the interpreter). On a machine with a GPU the same tests run compiled, bfloat16 included.
 """
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
+from blockmgr_kernels import copy_blocks, paged_attention, reference, write_kv
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from blockmgr_kernels import copy_blocks, paged_attention, reference, write_kv  # noqa: E402
-
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
