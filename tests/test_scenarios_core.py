@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -566,6 +567,21 @@ def test_d16_with_caching_off_allocation_costs_no_more_than_a_bare_free_list():
 
     assert best(ours) < 1.1 * best(bare)
     assert m.pool.cached == 0
+
+
+def test_metadata_stays_within_64_bytes_a_block():
+    tokens = 16
+    tracemalloc.start()
+    m = BlockManager(40_000, tokens)
+    before = tracemalloc.get_traced_memory()[0]
+    for i in range(1_700):  # one prefix of 128 blocks, runs of 24 blocks behind it, as chat traffic makes them
+        serve(m, np.concatenate([T[:2048], np.arange(i * 400, i * 400 + 384), [1]]).astype(np.int32))
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert m.pool.cached > 38_000
+    ids = m.pool.tokens.nbytes
+    assert (before - ids) / m.num_blocks < 40, "arrays"
+    assert (after - ids) / m.num_blocks < 64, "arrays and tree"
 
 
 # --- life ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The Triton kernels in Triton's own interpreter, against the float64 reference: float32 and float16.
 
 Unwritten memory is NaN, table entries behind the length are hostile, and nothing may change that was not asked for.
-Launches are slow here, so shapes are small (conftest.py chooses the interpreter). On a machine with a GPU the same tests run compiled, bfloat16 included.
+Launches are slow here, so shapes are small; conftest.py chooses the interpreter. On a machine with a GPU the same
+tests run compiled, bfloat16 included.
 """
 
 from __future__ import annotations
