@@ -100,7 +100,7 @@ class Growth:
             blocks = pool.take(count) if count <= pool.free else self.take(count, None)
             tables.widen_by_one()
             column = tables.count[grown]
-            tables.blocks[grown, column] = blocks
+            tables.flat[np.add(np.multiply(grown, tables.stride), column)] = blocks.astype(np.int32)
             tables.count[grown] = np.add(column, ONE)
             slots[crossing] = np.multiply(blocks, self._size)
         tables.cursor[rows] = np.add(slots, ONE)

@@ -156,10 +156,10 @@ class BlockManager:
             step = self.growth.grow_batch(target) if n == 1 else None
             if step is None:
                 step = self.growth.grow_each(target, n)
-                if step.starved:
-                    target.pending.clear()
-                    return step
-            target.pending.append((n, step.slots))
+            if step.starved:
+                target.pending.clear()
+            else:
+                target.pending.append((n, step.slots))
         else:
             self._own(target)
             if target.batch is not None:

@@ -32,7 +32,8 @@ from .errors import InvalidConfig
 Ints = npt.NDArray[np.intp]
 Blocks = npt.NDArray[np.int32]
 MAX_BLOCKS = 2**31 - 1
-ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)  # arrays: converting an int costs as much as the operation
+# As arrays, because converting a Python int costs as much as the operation on a table.
+ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)
 
 
 class Pool:
@@ -68,7 +69,7 @@ class Pool:
         end = self.free
         self.free = end - count
         blocks = self.stack[end - count : end][::-1].astype(np.intp)
-        self.lease[blocks] = 1
+        self.lease[blocks] = ONE
         return blocks
 
     def give(self, blocks: npt.NDArray[np.integer]) -> None:

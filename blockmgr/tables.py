@@ -29,6 +29,7 @@ class Tables:
         self.block_size = block_size
         self.blocks = np.full((rows, width), -1, np.int32)
         self.width = width
+        self._view()
         self.count = np.zeros(rows, np.int64)
         self.cursor = np.zeros(rows, np.int64)
         self.computed = np.zeros(rows, np.int64)
@@ -103,11 +104,16 @@ class Tables:
             self.widen(int(self.count.max()) + 1)
             self._longest = int(self.count.max()) + 1
 
+    def _view(self) -> None:
+        """The table as one axis, for scattering: much faster than by row and column."""
+        self.flat, self.stride = self.blocks.reshape(-1), np.array(self.width)
+
     def _resize(self, rows: int, width: int) -> None:
         old = len(self.count)
         blocks = np.full((rows, width), -1, np.int32)
         blocks[:old, : self.width] = self.blocks
         self.blocks, self.width = blocks, width
+        self._view()
         for name in ("count", "cursor", "computed", "known", "promise"):
             array = np.zeros(rows, np.int64)
             array[:old] = getattr(self, name)

@@ -44,7 +44,7 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
     if len(got) == 0:
         raise InvalidTokens("token ids must not be empty")
     if got.dtype is INT32:
-        if np.minimum.reduce(got) < 0:
+        if got[got.argmin()] < 0:
             raise _outside(got, int(got.argmin()))
         return got if got.flags.c_contiguous else np.ascontiguousarray(got)  # type: ignore[return-value]
     if got.dtype.kind not in "iu":
