@@ -54,9 +54,9 @@ class Tables:
         return row
 
     def close(self, row: int) -> None:
-        """Give the row back; its blocks have been dropped by the caller."""
+        """Give the row back; its blocks have been dropped by the caller. What `open` sets stays as it is."""
         self.blocks[row, : self.count[row]] = -1
-        self.count[row] = self.cursor[row] = self.computed[row] = self.known[row] = self.promise[row] = 0
+        self.promise[row] = 0
         self.unused.append(row)
 
     def row(self, row: int) -> npt.NDArray[np.int32]:
