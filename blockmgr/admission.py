@@ -34,6 +34,7 @@ class Entry(NamedTuple):
     tokens: Blocks
     own: int
     promise: int
+    most: int  # tokens that may be reused
 
 
 class Admission:
@@ -77,7 +78,7 @@ class Admission:
         if missing > 0:
             return NoSpace(missing)
         own = -(-len(tokens) // size) - matched
-        return Entry(place, idle, tokens, own, total - matched - own)
+        return Entry(place, idle, tokens, own, total - matched - own, most)
 
     def enter(self, seq: Sequence, entry: Entry) -> None:
         """Give the sequence its table."""
@@ -108,7 +109,7 @@ class Admission:
         copy out of it; (-1, 0) if there is none or the room for it is not."""
         pool, size, (run, at, shared), tokens = self._pool, self._pool.block_size, entry.place, entry.tokens
         matched = len(shared)
-        want = tokens[matched * size : min((matched + 1) * size, len(tokens) - 1)]
+        want = tokens[matched * size : max(matched * size, min((matched + 1) * size, len(tokens) - 1, entry.most))]
         common, block = 0, -1
         if matched not in seq.media and len(want):
             for other in self._tree.next_blocks(run, at, MOST_SIBLINGS):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BlockManagerError, InvalidConfig, InvalidState
+from .errors import BlockManagerError, InvalidConfig, InvalidState, check_count
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import Hasher, Namespace, xxh3_128
@@ -72,8 +72,9 @@ class EventLog:
     """
 
     def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
-        if capacity < 1:
-            raise InvalidConfig(f"capacity must be >= 1 events, got {capacity}")
+        if not isinstance(manager, BlockManager):
+            raise InvalidConfig(f"an event log needs a BlockManager, got {type(manager).__name__}")
+        check_count("capacity", capacity, least=1)
         if manager.log is not None:
             raise InvalidState("this manager has an event log already")
         self._manager = manager
@@ -133,10 +134,14 @@ class EventLog:
         return self.names.child(self.names.above(namespace, parent), tokens, media) in self._gone
 
     def since(self, number: int) -> tuple[list[Event], bool]:
-        """Events after `number`, oldest first, and whether older ones of them are gone."""
+        """Events after `number`, oldest first, and whether there is a gap: some of them are gone, or the number is
+        not of this log at all. Raises InvalidCount below 0."""
+        check_count("number", number)
         self.names.catch_up()
         events = [event for event in self._events if event.number > number]
-        return events, number < self._number and (not events or events[0].number > number + 1)
+        if number >= self._number:
+            return events, number > self._number
+        return events, not events or events[0].number > number + 1
 
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The newest event's number and the device tier as it is after it, as stored events that bear that number."""

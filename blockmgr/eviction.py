@@ -105,6 +105,6 @@ def make_order(order: str | Callable[[int], Order], num_blocks: int) -> Order:
     """An order by name or from a factory that takes the number of blocks. Raises InvalidConfig."""
     if callable(order):
         return order(num_blocks)
-    if order not in ORDERS:
+    if not isinstance(order, str) or order not in ORDERS:
         raise InvalidConfig(f"eviction order must be one of {', '.join(ORDERS)}, got {order!r}")
     return ORDERS[order](num_blocks)

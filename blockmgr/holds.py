@@ -87,8 +87,8 @@ class Holds:
 
     def unpin(self, pin: Pin) -> None:
         """Let a pin go. Raises InvalidHandle if it is not held."""
-        if self.pins.get(pin.number) is not pin:
-            raise InvalidHandle(f"pin {pin.number} of {pin.owner!r} is not held")
+        if not isinstance(pin, Pin) or self.pins.get(pin.number) is not pin:
+            raise InvalidHandle(f"{pin!r:.80} is not a pin that is held")
         del self.pins[pin.number]
         root = pin.place.run.root
         self._tickets.drop(pin.blocks, root)
@@ -98,10 +98,10 @@ class Holds:
 
     def retain(self, prompt: TokenIds, namespace: Namespace, priority: int, deadline: float | None) -> int:
         """Set the priority of a prompt's cached prefix; see BlockManager.retain."""
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise InvalidConfig(f"priority must be in {-MAX_PRIORITY} .. {MAX_PRIORITY}, got {priority}")
-        if deadline is not None and deadline != deadline:
-            raise InvalidConfig("deadline must be a number, got NaN")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise InvalidConfig(f"priority must be an int in {-MAX_PRIORITY} .. {MAX_PRIORITY}, got {priority!r}")
+        if deadline is not None:
+            _check_time("deadline", deadline)
         length = len(self._find(prompt, namespace).blocks) * self._pool.block_size
         tokens = as_tokens(prompt)[:length].tobytes()
         same = [old for old in self.retained if (old.tokens, old.namespace) == (tokens, namespace)]
@@ -115,6 +115,7 @@ class Holds:
 
     def expire(self, now: float) -> int:
         """End what was retained until `now` or before; returns the blocks that became free by it."""
+        _check_time("now", now)
         ended = [entry for entry in self.retained if entry.deadline <= now]
         for entry in ended:
             self.retained.remove(entry)
@@ -158,3 +159,8 @@ class Holds:
         """The namespace was invalidated: its guarantee passes on to its next root."""
         if root.guarantee:
             self.guarantee(root.namespace, root.guarantee)
+
+
+def _check_time(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise InvalidConfig(f"{name} must be a number, got {value!r}")

@@ -23,7 +23,7 @@ from . import audit
 from .admission import Admission, Entry
 from .answers import NeverFits, NoSpace, Pending, Step
 from .counters import Counters
-from .errors import DuplicateRequest, InvalidCount, InvalidHandle, InvalidState, check_count
+from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle, InvalidState, check_count
 from .eviction import Order, make_order
 from .explain import Explanation, Log, explain
 from .fences import Ticket, Tickets
@@ -35,7 +35,7 @@ from .publication import Publication
 from .sequence import Batch, Sequence
 from .snapshot import Snapshot, restore, snapshot
 from .tables import Tables
-from .tokens import TokenIds, as_tokens
+from .tokens import TokenIds, as_array, as_tokens
 from .tree import NO_BLOCKS, NO_MEDIA, Place, Root, Tree
 
 
@@ -63,6 +63,9 @@ class BlockManager:
         check_every: int = 0,
     ) -> None:
         check_count("check_every", check_every)
+        for name, value in (("caching", caching), ("partial_reuse", partial_reuse)):
+            if not isinstance(value, bool):
+                raise InvalidConfig(f"{name} must be True or False, got {value!r}")
         self.pool = Pool(num_blocks, block_size)
         self.tree = Tree(self.pool, make_order(order, num_blocks))
         self.tables = Tables(self.pool.block_size)
@@ -73,10 +76,10 @@ class BlockManager:
         self.admission = Admission(
             self.pool, self.tree, self.tables, self.publication, self.growth, caching, partial_reuse
         )
-        self.caching, self.check_every = caching, check_every
+        self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
-        cap = num_blocks // 2 if max_pinned is None else max_pinned
+        cap = num_blocks // 2 if max_pinned is None else check_count("max_pinned", max_pinned)
         self.holds = Holds(self.pool, self.tree, self.tickets, self.growth, cap)
         self.log: Log | None = None  # an EventLog puts itself here
         self._serial = 0
@@ -122,7 +125,7 @@ class BlockManager:
         most = len(tokens) if at_most is None else check_count("at_most", at_most)
         self._check_request(request_id)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        entry = self.admission.examine(self.tree.root(namespace), tokens, keys, reserve, most, wait and at_most is None)
+        entry = self.admission.examine(self._root(namespace), tokens, keys, reserve, most, wait and at_most is None)
         if not isinstance(entry, Entry):
             self.counters.refused += 1
             return entry
@@ -196,8 +199,8 @@ class BlockManager:
         """
         if isinstance(target, Batch):
             self._commit_batch(target, tokens)
-        elif target.manager is not self:
-            raise InvalidHandle(f"{target!r} belongs to another manager")
+        elif not isinstance(target, Sequence) or target.manager is not self:
+            raise InvalidHandle(f"{target!r} is not a sequence or batch of this manager")
         elif target.row >= 0:
             self._commit_one(target, tokens)
         if self.check_every:
@@ -232,9 +235,13 @@ class BlockManager:
         if batch.manager is not self:
             raise InvalidHandle(f"{batch!r} belongs to another manager")
         tables, rows = self.tables, batch.rows
-        given = np.asarray(tokens)
-        ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
+        given = tokens if isinstance(tokens, np.ndarray) else as_array(tokens)
         count = len(rows)
+        if given.ndim == 0 or (not given.size and not count):
+            if given.ndim == 0:
+                raise InvalidCount(f"a batch commits token ids, one or more a sequence, got {tokens!r}")
+            return
+        ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
         n = 1 if len(ids) == count else len(ids) // count if count else 0
         if n * count != len(ids) or (given.ndim == 2 and len(given) != count):
             raise InvalidCount(f"tokens of shape {given.shape} for a batch of {count} sequences")
@@ -274,7 +281,7 @@ class BlockManager:
 
         Raises InvalidHandle for a second free, or another manager's sequence.
         """
-        if seq.manager is not self or seq.serial not in self.sequences:
+        if not isinstance(seq, Sequence) or seq.manager is not self or seq.serial not in self.sequences:
             raise InvalidHandle(f"{seq!r} is not a sequence of this manager, or was freed before")
         if seq.row >= 0:
             self._leave(seq)
@@ -317,12 +324,19 @@ class BlockManager:
             self.requests[request_id] = seq
         return seq
 
+    def _root(self, namespace: Namespace) -> Root:
+        if not isinstance(namespace, Namespace):
+            raise InvalidConfig(f"namespace must be a Namespace, got {namespace!r}")
+        return self.tree.root(namespace)
+
     def _check_request(self, request_id: Hashable) -> None:
+        if not isinstance(request_id, Hashable):
+            raise InvalidConfig(f"request id must be hashable, got {type(request_id).__name__} {request_id!r}")
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
 
     def _own(self, seq: Sequence) -> None:
-        if seq.manager is not self or seq.row < 0:
+        if not isinstance(seq, Sequence) or seq.manager is not self or seq.row < 0:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this manager")
 
     # --- forks, rollback, later input ----------------------------------------------------------------------
@@ -372,6 +386,10 @@ class BlockManager:
         self.publication.publish(seq)
         count, keep = int(tables.count[row]), -(-length // size)
         gone = tables.row(row)[keep:].astype(np.intp)
+        if len(seq.copies):  # those into blocks that are given up must not be made any more
+            seq.copies = seq.copies[~np.isin(seq.copies[:, 1], gone)]
+            if not len(seq.copies):
+                self.growth.copied(seq)
         run = seq.run
         if keep < seq.published:
             self.tree.used(gone[: seq.published - keep])
@@ -430,6 +448,8 @@ class BlockManager:
         more  tokens that were sampled but not computed when it was preempted, appended to the kept ones
         Afterwards seq.cached tells how much needs no recomputation. Raises InvalidState unless it is preempted.
         """
+        if not isinstance(seq, Sequence):
+            raise InvalidHandle(f"{seq!r} is not a sequence")
         if seq.manager is not self or seq.kept is None:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
@@ -468,13 +488,14 @@ class BlockManager:
         """
         tokens = as_tokens(prompt)
         keys = media_keys(media, self.block_size) if media else NO_MEDIA
-        return self.admission.match(self.tree.root(namespace), tokens, keys, len(tokens))
+        return self.admission.match(self._root(namespace), tokens, keys, len(tokens))
 
     def explain(
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> Explanation:
         """Where reuse of this prompt would stop now, and why; for operators, not tenants. No side effects."""
         tokens = as_tokens(prompt)
+        self._root(namespace)
         return explain(self, tokens, namespace, media_keys(media, self.block_size) if media else NO_MEDIA)
 
     def flush(self) -> None:
@@ -488,6 +509,8 @@ class BlockManager:
 
         Live sequences go on with their blocks, which become free when they are let go.
         """
+        if namespace is not None:
+            self._root(namespace)
         self.flush()
         everything = list(self.tree.roots.values())
         roots = everything if namespace is None else [root for root in everything if root.namespace == namespace]
@@ -508,6 +531,7 @@ class BlockManager:
         To warm up: admit a prompt, compute and commit it, pin it, free the sequence. Raises InvalidState if nothing
         of it is cached, LimitExceeded beyond `max_pinned` blocks. NoSpace: promised blocks would be lost by it.
         """
+        self._root(namespace)
         return self.holds.pin(prompt, owner, namespace)
 
     def unpin(self, pin: Pin) -> None:
@@ -522,6 +546,7 @@ class BlockManager:
         deadline  when `expire(now)` gives the priority up and drops what is unused, in the caller's clock
         Returns the tokens it applies to. Raises InvalidState if nothing of it is cached, InvalidConfig.
         """
+        self._root(namespace)
         return self.holds.retain(prompt, namespace, priority, deadline)
 
     def expire(self, now: float) -> int:
@@ -533,7 +558,8 @@ class BlockManager:
 
         Raises LimitExceeded if the guarantees exceed the pool, InvalidConfig.
         """
-        self.holds.guarantee(namespace, blocks)
+        self._root(namespace)
+        self.holds.guarantee(namespace, check_count("blocks", blocks))
 
     # --- snapshots -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -106,7 +107,8 @@ class Names:
         parent, media = run.above(start), run.media_at(start)
         self._changes.append(Change(kind, run.root.namespace, parent, blocks.copy(), tokens, media, run, start))
         if len(self._changes) > MOST_RECORDS:
-            self._name_all()
+            with suppress(Exception):  # a hasher that fails is met again by whoever asks; this operation goes on
+                self._name_all()
 
     def catch_up(self) -> None:
         """Publish what is computed, then name every change so far and tell the consumers."""

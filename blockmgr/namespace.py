@@ -33,7 +33,7 @@ def frame(part: Part) -> bytes:
     if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
         raise InvalidConfig(f"namespace part must be str, bytes or int, got {type(part).__name__} {part!r}")
     tag = {str: b"s", bytes: b"b", int: b"i"}[str if isinstance(part, str) else type(part)]
-    body = part if isinstance(part, bytes) else str(part).encode()
+    body = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
     return tag + len(body).to_bytes(8, "little") + body
 
 
@@ -76,7 +76,10 @@ class Namespace:
             end = at + 9 + int.from_bytes(key[at + 1 : at + 9], "little")
             tag, body = key[at : at + 1], key[at + 9 : end]
             try:
-                parts.append({b"s": bytes.decode, b"b": bytes, b"i": int}[tag](body))  # type: ignore[operator]
+                if tag == b"s":
+                    parts.append(body.decode(errors="surrogatepass"))
+                else:
+                    parts.append({b"b": bytes, b"i": int}[tag](body))
             except (KeyError, ValueError):
                 raise InvalidConfig(f"not an encoded namespace: {key[:40]!r}") from None
             at = end
@@ -96,7 +99,11 @@ def media_keys(media: Iterable[tuple[int, bytes]], block_size: int) -> dict[int,
     anyone; the block that holds it, and so all its descendants, only with the same media at the same place.
     """
     keys: dict[int, bytes] = {}
-    for position, identity in sorted(media):
+    try:
+        listed = sorted((position, identity) for position, identity in media)
+    except (TypeError, ValueError):
+        raise InvalidConfig(f"media must be pairs (token position, identity bytes), got {media!r:.80}") from None
+    for position, identity in listed:
         if not isinstance(position, int) or position < 0:
             raise InvalidConfig(f"media position must be an int >= 0, got {position!r}")
         if not isinstance(identity, bytes) or not identity:

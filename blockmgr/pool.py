@@ -49,7 +49,10 @@ class Pool:
         self.lease = np.zeros(num_blocks, np.int32)
         self.fence = np.zeros(num_blocks, np.int32)
         self.committed = np.zeros(num_blocks, np.bool_)
-        self.tokens = np.zeros((num_blocks, block_size), np.int32)
+        try:
+            self.tokens = np.zeros((num_blocks, block_size), np.int32)
+        except (ValueError, MemoryError):
+            raise InvalidConfig(f"{num_blocks} blocks of {block_size} tokens: more ids than memory can hold") from None
         self.token_slots = self.tokens.reshape(-1)
         self.stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.free = int(num_blocks)

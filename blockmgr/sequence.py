@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidCount, InvalidHandle, InvalidState
+from .errors import InvalidCount, InvalidHandle, InvalidState, check_count
 from .pool import Blocks, Ints
 from .tree import Root, Run
 
@@ -116,7 +116,7 @@ class Sequence:
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """int64 [stop - start]: slots of token positions start .. stop - 1. Raises InvalidCount beyond `length`."""
-        if not 0 <= start <= stop <= self.length:
+        if not 0 <= check_count("start", start) <= check_count("stop", stop) <= self.length:
             raise InvalidCount(f"positions {start} .. {stop} are outside this sequence's 0 .. {self.length}")
         return self.manager.tables.slots(self.row, start, stop)
 
@@ -157,15 +157,20 @@ class Batch:
         self.rows: Ints = self._rows[:0]  # intp [S]: the members' rows in the tables
         self.sequences: list[Sequence] = []
         self.pending: deque[tuple[int, npt.NDArray[np.int64]]] = deque()  # (n, slots) grown, not yet committed
-        for seq in sequences:
-            self.add(seq)
+        try:
+            for seq in sequences:
+                self.add(seq)
+        except Exception:
+            for seq in list(self.sequences):
+                self.remove(seq)
+            raise
 
     def add(self, seq: Sequence) -> None:
         """Append a sequence whose known tokens are all computed.
 
         Raises InvalidHandle (not live, another manager's) or InvalidState (in a batch already, prompt unfinished).
         """
-        if seq.manager is not self.manager or seq.row < 0:
+        if not isinstance(seq, Sequence) or seq.manager is not self.manager or seq.row < 0:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this batch's manager")
         if seq.batch is not None:
             raise InvalidState(f"{seq!r} is in a batch already")

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from .manager import BlockManager
 
 Snapshot = dict[str, npt.NDArray[Any]]
+KEYS = (
+    "geometry", "namespaces", "namespace_ends", "media", "media_ends", "root", "parent", "at", "ends", "blocks",
+    "tokens", "last_use", "tick",
+)  # fmt: skip
 
 
 def snapshot(manager: BlockManager) -> Snapshot:
@@ -52,7 +56,7 @@ def snapshot(manager: BlockManager) -> Snapshot:
         "ends": np.cumsum([len(part) for part in parts], dtype=np.int64),
         "blocks": blocks,
         "tokens": manager.pool.tokens[blocks],
-        "last_use": tree.last_use[blocks],
+        "last_use": _recency(manager, runs, number),
         "tick": np.array([tree.tick]),
     }
     got["namespaces"], got["namespace_ends"] = _pack([root.namespace.key for root in roots])
@@ -65,19 +69,10 @@ def snapshot(manager: BlockManager) -> Snapshot:
 def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
     """See BlockManager.restore."""
     tree, pool = manager.tree, manager.pool
-    geometry = tuple(np.asarray(got["geometry"]).tolist())
-    if geometry != (pool.num_blocks, pool.block_size):
-        raise InvalidConfig(f"a snapshot of {geometry} (blocks, tokens each) does not fit a pool of "
-                            f"{(pool.num_blocks, pool.block_size)}")  # fmt: skip
     if pool.free != pool.num_blocks or manager.sequences or not manager.caching:
         raise InvalidState("only an empty manager with caching on can be restored into")
+    _validate(manager, got)
     blocks = np.asarray(got["blocks"]).astype(np.intp)
-    if len(np.unique(blocks)) != len(blocks) or (
-        len(blocks) and not 0 <= blocks.min() <= blocks.max() < pool.num_blocks
-    ):
-        raise InvalidConfig("the snapshot names a block twice or one outside the pool")
-    if ("scores" in got and tree.order.scores is None) or ("scores" not in got and tree.order.scores is not None):
-        raise InvalidConfig("the snapshot was taken under another kind of eviction order")
     roots = []
     for key in _unpack(got["namespaces"], got["namespace_ends"]):
         roots.append(tree.root(Namespace.decode(key)))
@@ -109,6 +104,79 @@ def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
         tree.order.scores[blocks] = got["scores"]
     for run in runs:
         tree.offer(run)
+
+
+def _recency(manager: BlockManager, runs: list[Run], number: dict[int, int]) -> npt.NDArray[np.float64]:
+    """Last use of every block, in run order, as if all that is leased were let go now: never later at depth."""
+    recency = [manager.tree.last_use[run.blocks[: run.length]] for run in runs]
+    for run, own in zip(reversed(runs), reversed(recency), strict=True):
+        own[:] = np.maximum.accumulate(own[::-1])[::-1]
+        if id(run.parent) in number:
+            above = recency[number[id(run.parent)]][: run.at]
+            np.maximum(above, own[0], out=above)
+    return np.concatenate(recency) if recency else np.empty(0)
+
+
+def _validate(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raises InvalidConfig unless this is a whole, consistent snapshot that fits the manager."""
+    geometry = (manager.num_blocks, manager.block_size)
+    try:
+        arrays = {name: np.asarray(got[name]) for name in KEYS}
+        given = tuple(arrays["geometry"].tolist())
+        if given != geometry:
+            raise InvalidConfig(f"a snapshot of {given} (blocks, tokens each) does not fit a pool of {geometry}")
+        if ("scores" in got) != (manager.tree.order.scores is not None):
+            raise InvalidConfig("the snapshot was taken under another kind of eviction order")
+        keys = _unpack(arrays["namespaces"], arrays["namespace_ends"])
+        for key in keys:
+            Namespace.decode(key)
+        sound = len(set(keys)) == len(keys) and _sound(manager, got, arrays, len(keys))
+    except InvalidConfig:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidConfig(f"not a snapshot: {type(error).__name__} {error}") from None
+    if not sound:
+        raise InvalidConfig("not a whole snapshot: its arrays contradict each other")
+
+
+def _sound(manager: BlockManager, got: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], roots: int) -> bool:
+    """Whether lengths agree, blocks are distinct and in range, and every run has a place of its own to hang from."""
+    runs, count, blocks = len(arrays["root"]), len(arrays["blocks"]), arrays["blocks"]
+    ends, media = arrays["ends"].tolist(), _unpack(arrays["media"], arrays["media_ends"])
+    tokens = np.ascontiguousarray(arrays["tokens"], np.int32)
+    per_block = [arrays["last_use"], *([np.asarray(got["scores"])] if "scores" in got else [])]
+    if not (
+        len(ends) == len(arrays["parent"]) == len(arrays["at"]) == len(media) == runs
+        and all(len(array) == count for array in per_block)
+        and tokens.shape == (count, manager.block_size)
+        and len(arrays["tick"]) == 1
+        and all(start < end for start, end in pairwise([0, *ends]))
+        and (ends[-1] if ends else 0) == count
+        and len(np.unique(blocks)) == count
+        and (count == 0 or (0 <= blocks.min() <= blocks.max() < manager.num_blocks and tokens.min() >= 0))
+    ):
+        return False
+    starts = [0, *ends][:-1]
+    places = set()
+    for index in range(runs):
+        root, parent, at = (int(arrays[name][index]) for name in ("root", "parent", "at"))
+        if not 0 <= root < roots:
+            return False
+        if parent == -1:
+            anchor = -1 - root
+            if at != 0:
+                return False
+        else:
+            if not (
+                0 <= parent < index and 1 <= at <= ends[parent] - starts[parent] and arrays["root"][parent] == root
+            ):
+                return False
+            beside = starts[parent] + at  # the parent's own continuation must be another one
+            if beside < ends[parent] and not media[index] and np.array_equal(tokens[beside], tokens[starts[index]]):
+                return False
+            anchor = int(blocks[beside - 1])
+        places.add((anchor, tokens[starts[index]].tobytes() + media[index]))
+    return len(places) == runs
 
 
 def _pack(parts: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

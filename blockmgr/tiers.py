@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from .answers import NeverFits, NoSpace, Pending
 from .audit import broken
-from .errors import InvalidConfig, InvalidHandle, InvalidState
+from .errors import InvalidConfig, InvalidHandle, InvalidState, check_count
 from .events import EventLog
 from .fences import Guard, Ticket
 from .manager import BlockManager
@@ -108,8 +108,9 @@ class HostTier:
     """
 
     def __init__(self, manager: BlockManager, num_blocks: int, save: SavePolicy = "evict") -> None:
-        if num_blocks < 1:
-            raise InvalidConfig(f"a host tier needs at least 1 block, got {num_blocks}")
+        if not isinstance(manager, BlockManager):
+            raise InvalidConfig(f"a host tier needs a BlockManager, got {type(manager).__name__}")
+        check_count("num_blocks of a host tier", num_blocks, least=1)
         if save not in ("evict", "commit", "second-use"):
             raise InvalidConfig(f"save must be evict, commit or second-use, got {save!r}")
         self.manager, self.num_blocks, self.save = manager, num_blocks, save
@@ -121,6 +122,7 @@ class HostTier:
         self._queue: list[tuple[int, bytes, Run, int]] = []  # block to be copied, its name, and its place
         self._loading: dict[int, int] = {}
         self._swaps: dict[int, Swap] = {}  # by the sequence's serial
+        self._returning: set[int] = set()  # serials of sequences whose swap is being copied back
         self.names.catch_up()
         self.names.consumers.append(self)
 
@@ -254,19 +256,28 @@ class HostTier:
         worthwhile  of a number of blocks: whether loading them costs less than computing them
         Until `loaded` the host blocks stay, and the sequence must not be committed or computed.
         """
-        found = self._found(self.manager.match(prompt, namespace, media=media), as_tokens(prompt), namespace, media)
+        media = tuple(media)
+        place = self.manager.match(prompt, namespace, media=media)
+        found = self._found(place, as_tokens(prompt), namespace, media)
         found = found if found and worthwhile(len(found)) else []
         self._hold(found)
-        answer = self.manager.admit(prompt, namespace, media=media, **options)
-        if isinstance(answer, Sequence) and found and answer.computed == answer.published * self.manager.block_size:
-            return answer, self._loads(answer, found)
-        self._release(entry.host for _, entry in found)
-        return answer, None
+        loads = None
+        try:
+            answer = self.manager.admit(prompt, namespace, media=media, **options)
+            # Fewer blocks than matched (at_most=), or a part of the next one (partial reuse): these pages don't follow.
+            follows = isinstance(answer, Sequence) and answer.cached == len(place.blocks) * self.manager.block_size
+            if found and follows and isinstance(answer, Sequence):
+                loads = self._loads(answer, found)
+        finally:
+            if loads is None:
+                self._release(entry.host for _, entry in found)
+        return answer, loads
 
     def lookup(
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> int:
         """Leading tokens of the prompt that are cached or, behind those, in host memory, in whole blocks."""
+        media = tuple(media)
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         return (len(place.blocks) + len(found)) * self.manager.block_size
@@ -315,6 +326,7 @@ class HostTier:
         Raises InvalidHandle if they were acknowledged before.
         """
         if loads.swap is not None:
+            self._returning.discard(loads.seq.serial)
             self._end_swap(loads.swap)
         elif any(host not in self._loading for host in loads.pairs[:, 0].tolist()):
             raise InvalidHandle("these loads were acknowledged before, or belong to another tier")
@@ -337,6 +349,8 @@ class HostTier:
         """
         if seq.manager is not self.manager or not seq.live:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this tier's manager")
+        if seq.serial in self._returning:
+            raise InvalidState(f"{seq!r} can't be swapped out before its loads are acknowledged")
         self.manager.flush()
         size, computed = self.manager.block_size, seq.computed
         blocks = seq.block_table[: -(-computed // size)].copy()
@@ -359,9 +373,10 @@ class HostTier:
     def swapped_out(self, swap: Swap, ok: bool = True) -> None:
         """The copies to host memory are over; unless `ok` the sequence will be recomputed. Raises InvalidHandle."""
         self.manager.close_ticket(swap.ticket)
-        if not ok and self._swaps.get(swap.seq.serial) is swap:
-            self._end_swap(swap)
+        if not ok:
             self.counters["failed"] += len(swap.pairs)
+        if not ok or not swap.seq.preempted:
+            self._end_swap(swap)
 
     def swap_in(
         self, seq: Sequence, more: Blocks | None = None, *, reserve: int = 0
@@ -385,13 +400,15 @@ class HostTier:
             return None
         kept = swap.pairs[matched - swap.start :, 1]
         pairs = np.stack([kept, seq.block_table[matched : matched + len(kept)]], axis=1)
+        self._returning.add(seq.serial)
         self.counters["swapped_in"] += len(pairs)
         return Loads(seq, pairs, seq.computed, swap.computed - seq.computed, swap)
 
     def forget(self, seq: Sequence) -> None:
-        """A swapped sequence was freed: give its host blocks back. Others are ignored."""
+        """A swapped sequence was freed: give its host blocks back, or, while copies are under way, when those are
+        acknowledged. Sequences that were not swapped are ignored."""
         swap = self._swaps.get(seq.serial)
-        if swap is not None and swap.ticket not in self.manager.tickets.active:
+        if swap is not None and swap.ticket not in self.manager.tickets.active and seq.serial not in self._returning:
             self._end_swap(swap)
 
     def _end_swap(self, swap: Swap) -> None:

@@ -32,13 +32,7 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
     0 .. 2**31 - 1 (named with its position).
     """
     got: npt.NDArray[Any]
-    if type(ids) is np.ndarray:
-        got = ids
-    else:
-        try:
-            got = np.asarray(ids)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
+    got = ids if type(ids) is np.ndarray else as_array(ids)
     if got.ndim != 1:
         raise InvalidTokens(f"token ids must be one-dimensional, got shape {got.shape}")
     if len(got) == 0:
@@ -54,6 +48,14 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
     if got.max() > MAX_TOKEN:
         raise _outside(got, int(got.argmax()))
     return np.ascontiguousarray(got, dtype=INT32)
+
+
+def as_array(ids: Any) -> npt.NDArray[Any]:
+    """Whatever it is as a numpy array; raises InvalidTokens if it is none."""
+    try:
+        return np.asarray(ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
 
 
 def _outside(got: npt.NDArray[Any], at: int) -> InvalidTokens:

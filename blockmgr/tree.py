@@ -28,6 +28,7 @@ and makes a decode step independent of how many blocks it fills.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -147,11 +148,12 @@ class Tree:
         run: Run = root
         at = begin = pos = 0
         parts: list[Blocks] = []
+        starts = sorted(media) if media else []
         while pos < limit:
             if at < run.length and pos not in media:
                 count = min(run.length - at, limit - pos)
                 if media:
-                    count = self._stretch(count, pos, media)
+                    count = self._stretch(count, pos, starts)
                 same = self._equal(run.blocks[at : at + count], tokens[pos * size : (pos + count) * size])
                 at += same
                 pos += same
@@ -184,9 +186,10 @@ class Tree:
         return first // self.pool.block_size if differ[first] else len(blocks)
 
     @staticmethod
-    def _stretch(count: int, pos: int, media: Mapping[int, bytes]) -> int:
-        """`count`, cut so that pos + count passes no block that carries a media key."""
-        return min([count, *(index - pos for index in media if index > pos)])
+    def _stretch(count: int, pos: int, starts: list[int]) -> int:
+        """`count`, cut so that pos + count passes no block that carries a media key; `starts` are those, ascending."""
+        following = bisect_right(starts, pos)
+        return min(count, starts[following] - pos) if following < len(starts) else count
 
     # --- growing -------------------------------------------------------------------------------------------
 
@@ -201,6 +204,7 @@ class Tree:
         pool, pos, end = self.pool, start, start + len(blocks)
         duplicates: list[tuple[int, Blocks]] = []
         displaced: Sequence | None = None
+        starts = sorted(media) if media else []
         if run.writer is seq:
             run.writer = None
         while pos < end:
@@ -209,7 +213,7 @@ class Tree:
             if at < run.length and pos not in media and pool.tokens[run.blocks[at]].tobytes() == head:
                 count = min(run.length - at, len(mine))
                 if media:
-                    count = self._stretch(count, pos, media)
+                    count = self._stretch(count, pos, starts)
                 theirs = run.blocks[at : at + count]
                 same = self._equal(theirs, pool.tokens.take(mine[:count], axis=0).reshape(-1))
                 duplicates.append((pos, theirs[:same].copy()))
@@ -223,7 +227,7 @@ class Tree:
                 duplicates.append((pos, child.blocks[:1].copy()))
                 run, at, pos = child, 1, pos + 1
                 continue
-            count = self._stretch(len(mine), pos, media) if media else len(mine)
+            count = self._stretch(len(mine), pos, starts) if media else len(mine)
             new = mine[:count]
             if 0 < at < run.length < at + count and pos not in media and not self._held(int(run.blocks[at])):
                 self._make_way(run, at)

@@ -47,6 +47,10 @@ class WindowGroup:
     """
 
     def __init__(self, manager: BlockManager, window: int, num_blocks: int) -> None:
+        if not isinstance(manager, BlockManager):
+            raise InvalidConfig(f"a window group needs a BlockManager, got {type(manager).__name__}")
+        if manager.partial_reuse:
+            raise InvalidConfig("a window group can't copy parts of blocks: its manager must have partial_reuse=False")
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise InvalidConfig(f"window must be an int >= 1 tokens, got {window!r}")
         self.manager, self.window = manager, window
@@ -106,7 +110,7 @@ class WindowGroup:
         A prompt longer than the window's pool must be able to be there whole until it is computed: NeverFits counts
         the smaller of the pools. `reserve` is a promise of the manager's blocks only.
         """
-        tokens, size = as_tokens(prompt), self.manager.block_size
+        tokens, size, media = as_tokens(prompt), self.manager.block_size, tuple(media)
         matched = self.manager.match(tokens, namespace, media=media).blocks
         boundary = self._boundary(matched)
         first = self.first_block(boundary * size)
