@@ -1,0 +1,372 @@
+"""Bad input and unlucky orders of calls: one typed error, nothing changed; and nothing outlives what it belonged to."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from blockmgr import BlockManager, BlockManagerError, DuplicateRequest, InvalidConfig, InvalidState, Namespace
+from blockmgr.events import EventLog
+from blockmgr.tiers import HostTier
+from blockmgr.windows import WindowGroup
+
+T = np.arange(1000, 5000, dtype=np.int32)
+
+
+def serve(m, prompt, free=True, **options):
+    seq = m.admit(prompt, **options)
+    m.commit(seq, seq.known - seq.computed)
+    if free:
+        m.free(seq)
+    return seq
+
+
+def state(m):
+    """Everything that a refused call could have changed."""
+    pool, tree = m.pool, m.tree
+    arrays = (pool.lease, pool.fence, pool.committed, tree.last_use, m.tables.blocks, m.tables.computed, m.tables.known)
+    return [
+        *(array.tolist() for array in arrays),
+        (pool.stack[: pool.free].tolist(), pool.cached, pool.fenced, tree.tick, m.growth.promised),
+        [(run.blocks[: run.length].tolist(), run.at, run.media) for run in tree.runs()],
+        [leaf[:4] for leaf in tree.leaves],
+        (sorted(tree.roots), sorted(m.sequences), list(m.requests), sorted(m.holds.pins), list(m.holds.retained)),
+    ]
+
+
+# --- arguments -----------------------------------------------------------------------------------------------
+
+BAD = {
+    "namespace": [
+        lambda m, s: m.admit(T[:9], None),
+        lambda m, s: m.admit(T[:9], "tenant"),
+        lambda m, s: m.lookup(T[:9], "tenant"),
+        lambda m, s: m.explain(T[:9], "tenant"),
+        lambda m, s: m.pin(T[:9], "me", "tenant"),
+        lambda m, s: m.guarantee("tenant", 1),
+        lambda m, s: m.invalidate("tenant"),
+    ],
+    "media": [
+        lambda m, s: m.admit(T[:9], media=5),
+        lambda m, s: m.admit(T[:9], media=[(1,)]),
+        lambda m, s: m.admit(T[:9], media=[(1, b"a"), ("b", b"c")]),
+        lambda m, s: m.admit(T[:9], media=[(-1, b"a")]),
+        lambda m, s: m.admit(T[:9], media=[(True, b"a")]),
+        lambda m, s: m.admit(T[:9], media=[(1, b"")]),
+        lambda m, s: m.admit(T[:9], media=[(1, "a")]),
+        lambda m, s: m.lookup(T[:9], media={1: b"a"}),
+    ],
+    "handles": [
+        *[
+            lambda m, s, name=name, thing=thing: getattr(m, name)(thing)
+            for name in ("grow", "free", "fork", "preempt", "resume", "unpin", "close_ticket")
+            for thing in (None, "r", 3, [])
+        ],
+        lambda m, s: m.commit(None, 1),
+        lambda m, s: m.trim([s], 1),
+        lambda m, s: m.extend("r", [1]),
+        lambda m, s: m.batch([None]),
+        lambda m, s: m.batch([s, s]),
+        lambda m, s: m.admit(T[:9], request_id=[]),
+    ],
+    "counts": [
+        lambda m, s: m.admit(T[:9], at_most=-1),
+        lambda m, s: m.admit(T[:9], at_most=1.0),
+        lambda m, s: m.admit(T[:9], reserve=True),
+        lambda m, s: m.grow(s, -1),
+        lambda m, s: m.trim(s, 1.0),
+        lambda m, s: s.slots(0.5, 2),
+        lambda m, s: s.slots("a", 2),
+        lambda m, s: s.slots(2, 1),
+        lambda m, s: s.slots(-1, 1),
+    ],
+    "holds": [
+        lambda m, s: m.retain(T[:9], priority=1.5),
+        lambda m, s: m.retain(T[:9], priority="high"),
+        lambda m, s: m.retain(T[:9], priority=128),
+        lambda m, s: m.retain(T[:9], priority=1, deadline="tomorrow"),
+        lambda m, s: m.retain(T[:9], priority=1, deadline=float("nan")),
+        lambda m, s: m.retain(T[900:909], priority=1),
+        lambda m, s: m.expire("now"),
+        lambda m, s: m.expire(float("nan")),
+        lambda m, s: m.guarantee(Namespace(), 1.5),
+        lambda m, s: m.guarantee(Namespace(), -1),
+        lambda m, s: m.guarantee(Namespace(), 9),
+        lambda m, s: m.pin(T[900:909], "me"),
+    ],
+    "tokens": [
+        lambda m, s: m.commit(s, None),
+        lambda m, s: m.commit(s, True),
+        lambda m, s: m.extend(s, []),
+        lambda m, s: m.extend(s, [2**40]),
+        lambda m, s: m.pin([[1]], "me"),
+        lambda m, s: m.match("text"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "index"), [(kind, i) for kind, calls in BAD.items() for i in range(len(calls))])
+def test_bad_arguments_raise_one_typed_error_and_change_nothing(kind, index):
+    m = BlockManager(8, 4)
+    serve(m, T[:9])
+    seq = serve(m, T[100:103], free=False, request_id="r")
+    m.check()
+    before = state(m)
+    with pytest.raises(BlockManagerError):
+        BAD[kind][index](m, seq)
+    m.check()
+    assert state(m) == before
+    m.batch([seq])
+
+
+@pytest.mark.parametrize("tokens", [5, None, [[1], [2, 3]], [1, 2], [[1, 2], [3, 4]], [1.0], [-1]])
+def test_a_batch_of_one_takes_no_other_shapes(tokens):
+    m = BlockManager(8, 4)
+    batch = m.batch([serve(m, T[:3], free=False)])
+    m.grow(batch)
+    before = state(m)
+    with pytest.raises(BlockManagerError):
+        m.commit(batch, tokens)
+    assert state(m) == before
+    m.commit(batch, [7])
+    assert batch.sequences[0].tokens.tolist() == [*T[:3], 7]
+
+
+def test_an_empty_batch_steps():
+    m = BlockManager(8, 4)
+    batch = m.batch()
+    assert len(m.grow(batch).slots) == 0
+    m.commit(batch, [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BlockManager(4, 4, order=[]),
+        lambda: BlockManager(4, 4, order=None),
+        lambda: BlockManager(4, 4, caching="off"),
+        lambda: BlockManager(4, 4, partial_reuse="x"),
+        lambda: BlockManager(4, 4, max_pinned="a"),
+        lambda: BlockManager(4, 4, max_pinned=1.5),
+        lambda: BlockManager(4, 4, check_every=True),
+        lambda: BlockManager(2**31 - 1, 2**31 - 1),
+        lambda: BlockManager(True, 4),
+        lambda: HostTier(BlockManager(4, 4), 1.5),
+        lambda: HostTier(BlockManager(4, 4), True),
+        lambda: HostTier(BlockManager(4, 4), 4, save="never"),
+        lambda: HostTier(None, 4),
+        lambda: WindowGroup(None, 4, 4),
+        lambda: WindowGroup(BlockManager(4, 4, partial_reuse=True), 4, 4),
+        lambda: EventLog(BlockManager(4, 4), capacity=1.5),
+        lambda: EventLog(BlockManager(4, 4), capacity=0),
+        lambda: EventLog(BlockManager(4, 4)).since(-1),
+        lambda: Namespace(salt=None),
+        lambda: Namespace(salt=True),
+        lambda: Namespace(extra=["a"]),
+    ],
+)
+def test_bad_options_are_typed_errors(make):
+    with pytest.raises(BlockManagerError):
+        make()
+
+
+# --- orders of calls -----------------------------------------------------------------------------------------
+
+
+def test_d09_a_copy_does_not_outlive_its_destination():
+    m = BlockManager(8, 4)
+    first = serve(m, T[:6], free=False)
+    second = m.fork(first)
+    m.extend(second, [1, 2, 3])
+    assert len(second.copies) == 1
+    m.trim(second, 4)
+    stranger = m.admit(T[100:108])
+    assert not set(second.copies[:, 1].tolist()) & set(stranger.block_table.tolist())
+    assert m.extend(second, [4, 5]) is None
+    assert not set(second.copies[:, 1].tolist()) & set(stranger.block_table.tolist())
+
+
+def test_reuse_stays_within_at_most_where_blocks_are_shared_in_part():
+    for at_most in range(9):
+        m = BlockManager(12, 4, partial_reuse=True)
+        serve(m, T[:12])
+        assert m.admit(T[:12], at_most=at_most).cached <= at_most
+
+
+def test_d12_media_may_come_from_a_generator():
+    for make in (lambda m: HostTier(m, 8), lambda m: WindowGroup(m, 8, 8)):
+        m = BlockManager(8, 4)
+        front = make(m)
+        got = front.admit(T[:9], media=(pair for pair in [(1, b"cat")]))
+        seq = got[0] if isinstance(got, tuple) else got
+        m.commit(seq, 9)
+        m.free(seq)
+        assert (m.lookup(T[:9]), m.lookup(T[:9], media=[(1, b"cat")])) == (0, 8)
+
+
+def test_d15_media_in_every_block_is_no_quadratic_blow_up():
+    def seconds(images: int) -> float:
+        m = BlockManager(images + 1, 2)
+        media = [(2 * i, b"%d" % i) for i in range(images)]
+        prompt = np.arange(2 * images + 1, dtype=np.int32)
+        start = time.perf_counter()
+        serve(m, prompt, media=media)
+        assert m.lookup(prompt, media=media) == 2 * images
+        return time.perf_counter() - start
+
+    seconds(100)
+    assert seconds(20_000) < 5
+
+
+def test_d16_a_hasher_that_fails_fails_only_who_asks():
+    m = BlockManager(10_000, 1)
+    broken = [False]
+
+    def hasher(data: bytes) -> bytes:
+        if broken[0]:
+            raise RuntimeError("no hash today")
+        return (sum(data) % 2**32).to_bytes(8, "little")
+
+    log = EventLog(m, hasher=hasher)
+    broken[0] = True
+    for token in range(4500):
+        serve(m, [token, 1])
+    m.check()
+    with pytest.raises(RuntimeError):
+        log.since(0)
+    broken[0] = False
+    assert sum(len(event.digests) for event in log.since(0)[0]) == 9000
+
+
+def test_d21_a_number_from_another_life_is_a_gap():
+    m = BlockManager(8, 4)
+    log = EventLog(m)
+    serve(m, T[:9])
+    assert log.since(log.number) == ([], False)
+    assert log.since(log.number + 1) == ([], True)
+
+
+# --- the host tier -------------------------------------------------------------------------------------------
+
+
+def stored(host=8):
+    """A tier that holds three blocks of T, of which the device has only the first two."""
+    m = BlockManager(4, 4)
+    tier = HostTier(m, host, save="commit")
+    serve(m, T[:13])
+    tier.saved(tier.take_saves())
+    m.tree.evict(1, None)
+    return m, tier
+
+
+def test_d20_pages_are_loaded_only_where_they_follow():
+    for at_most in range(14):
+        m, tier = stored()
+        seq, loads = tier.admit(T[:14], at_most=at_most)
+        if loads is not None:
+            want = m.pool.tokens[loads.pairs[:, 1]]
+            pages = {entry.host: np.frombuffer(entry.tokens, np.int32) for entry in tier._entries.values()}
+            assert [pages[host].tolist() for host in loads.pairs[:, 0].tolist()] == want.tolist()
+            tier.loaded(loads)
+        m.check()
+        tier.check()
+        assert seq.computed <= 12
+
+
+def test_d20_an_admission_that_fails_holds_no_pages():
+    m, tier = stored()
+    m.admit(T[500:503], request_id="r")
+    for options, error in (({"request_id": "r"}, DuplicateRequest), ({"reserve": -1}, BlockManagerError)):
+        with pytest.raises(error):
+            tier.admit(T[:13], **options)
+        assert not tier._loading
+        tier.check()
+
+
+def swapped_in():
+    m = BlockManager(8, 4)
+    tier = HostTier(m, 8)
+    seq = serve(m, T[:7], free=False)
+    swap = tier.swap_out(seq)
+    tier.swapped_out(swap)
+    m.tree.evict(8, None)
+    return m, tier, seq, tier.swap_in(seq)
+
+
+def test_d20_pages_that_are_being_read_are_not_given_away():
+    m, tier, seq, loads = swapped_in()
+    m.free(seq)
+    tier.forget(seq)
+    assert tier.free == 6
+    tier.loaded(loads)
+    tier.check()
+    assert tier.free == 8
+
+
+def test_d20_no_second_swap_while_the_first_is_on_its_way_back():
+    m, tier, seq, loads = swapped_in()
+    before = state(m)
+    with pytest.raises(InvalidState, match="loads"):
+        tier.swap_out(seq)
+    assert state(m) == before
+    tier.loaded(loads)
+    assert seq.computed == 7
+    tier.swapped_out(tier.swap_out(seq))
+    tier.check()
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("forget", [True, False])
+def test_d17_a_sequence_freed_while_it_is_swapped_out_leaves_no_pages(ok, forget):
+    m = BlockManager(8, 4)
+    tier = HostTier(m, 8)
+    seq = serve(m, T[:7], free=False)
+    swap = tier.swap_out(seq)
+    m.free(seq)
+    if forget:
+        tier.forget(seq)
+    tier.swapped_out(swap, ok)
+    tier.check()
+    assert (tier.free, m.pool.free + m.pool.cached) == (8, 8)
+
+
+# --- snapshots -----------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_of_live_sequences_restores_to_a_sound_tree():
+    m = BlockManager(12, 4)
+    live = serve(m, T[:5], free=False)
+    serve(m, T[:9])
+    serve(m, np.append(T[:4], T[50:58]))
+    shot = m.snapshot()
+    twin = BlockManager(12, 4)
+    twin.restore(shot)
+    twin.check()
+    assert [twin.lookup(T[:n]) for n in (5, 9)] == [m.lookup(T[:n]) for n in (5, 9)]
+    assert twin.tree.evict(12, None) == twin.num_blocks - 12 + m.tree.pool.committed.sum()
+    m.free(live)
+
+
+def test_a_damaged_snapshot_is_refused_whole():
+    m = BlockManager(8, 4)
+    serve(m, T[:13])
+    serve(m, np.append(T[:6], [1, 2, 3, 4]).astype(np.int32), media=[(4, b"cat")], namespace=Namespace(salt="x"))
+    shot = m.snapshot()
+    for name, array in shot.items():
+        damaged = [None, array[:-1], np.append(array, array), array + 2**20]
+        for wrong in damaged:
+            twin, broken = BlockManager(8, 4), dict(shot)
+            broken[name] = wrong
+            if wrong is None:
+                del broken[name]
+            try:
+                twin.restore(broken)
+            except InvalidConfig:
+                assert twin.pool.free == 8 and not twin.tree.roots
+            twin.check()
+    with pytest.raises(InvalidConfig):
+        BlockManager(9, 4).restore(shot)
+    with pytest.raises(InvalidState):
+        m.restore(shot)
