@@ -13,11 +13,7 @@ from typing import Any
 # name -> (module, extra, help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "demo", "Serve a real model with a shared system prompt, three ways."),
-    "bench": ("bench", "cli", "Measure: overhead, attention, kernels, pressure, shared-prompt."),
-    "fuzz": ("fuzz", "fuzz", "Fuzz this block manager, or yours."),
-    "kernels": ("kernels", "gpu", "Compile the kernels for GPUs that need not be here and report."),
-    "replay": ("replay", "cli", "Replay a prefix trace and compare eviction orders."),
-    "inspect": ("inspect", "cli", "Draw a pool and its prefix tree."),
+    "bench": ("bench", "cli", "Measure: overhead, attention, pressure."),
     "serve": ("serve", "serve", "An OpenAI-compatible server."),
 }
 

@@ -11,9 +11,7 @@ from ..options import OneLineErrors
 BENCHMARKS = {
     "overhead": ("overhead", "cli", "What a block manager costs a serving loop, without any model."),
     "attention": ("attention", "demo", "CPU attention: plain, forest, and gather + SDPA."),
-    "kernels": ("kernels", "gpu", "Triton attention on a GPU, against other kernels."),
     "pressure": ("pressure", "demo", "Policies for a pool that is too small."),
-    "shared-prompt": ("shared_prompt", "demo", "Throughput with shared prompts, and sweeps."),
 }
 
 
