@@ -355,7 +355,7 @@ def test_a_damaged_snapshot_is_refused_whole():
     serve(m, np.append(T[:6], [1, 2, 3, 4]).astype(np.int32), media=[(4, b"cat")], namespace=Namespace(salt="x"))
     shot = m.snapshot()
     for name, array in shot.items():
-        damaged = [None, array[:-1], np.append(array, array), array + 2**20]
+        damaged = [None, array[:-1], np.append(array, array), array.astype(np.int64) + 2**20]
         for wrong in damaged:
             twin, broken = BlockManager(8, 4), dict(shot)
             broken[name] = wrong
