@@ -151,7 +151,7 @@ class BlockManager:
         short the oldest sequences are served first and the others are named in Step.starved, untouched.
         Raises InvalidCount (n < 1), InvalidHandle.
         """
-        if n != 1:
+        if n != 1 or n is True:
             check_count("n", n, least=1)
         if isinstance(target, Batch):
             if target.manager is not self:
@@ -181,8 +181,8 @@ class BlockManager:
         if isinstance(target, Sequence):
             self._own(target)
             return self.growth.missing([target], n)
-        if target.manager is not self:
-            raise InvalidHandle(f"{target!r} belongs to another manager")
+        if not isinstance(target, Batch) or target.manager is not self:
+            raise InvalidHandle(f"{target!r} is not a sequence or batch of this manager")
         return self.growth.missing(target.sequences, n)
 
     # --- commit --------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class BlockManager:
             return
         ids = as_tokens(given if given.ndim == 1 else given.reshape(-1))
         n = 1 if len(ids) == count else len(ids) // count if count else 0
-        if n * count != len(ids) or (given.ndim == 2 and len(given) != count):
+        if n * count != len(ids) or given.ndim > 2 or (given.ndim == 2 and len(given) != count):
             raise InvalidCount(f"tokens of shape {given.shape} for a batch of {count} sequences")
         computed = tables.computed[rows]
         pending = batch.pending

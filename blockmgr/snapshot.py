@@ -127,6 +127,11 @@ def _validate(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> Non
             raise InvalidConfig(f"a snapshot of {given} (blocks, tokens each) does not fit a pool of {geometry}")
         if ("scores" in got) != (manager.tree.order.scores is not None):
             raise InvalidConfig("the snapshot was taken under another kind of eviction order")
+        for name, array in arrays.items():
+            if array.dtype.kind not in ("f" if name == "last_use" else "iu"):
+                raise InvalidConfig(f"not a snapshot: {name} has dtype {array.dtype}")
+        if "scores" in got and np.asarray(got["scores"]).dtype.kind != "f":
+            raise InvalidConfig("not a snapshot: scores must be floats")
         keys = _unpack(arrays["namespaces"], arrays["namespace_ends"])
         for key in keys:
             Namespace.decode(key)

@@ -217,7 +217,12 @@ class HostTier:
                 self.counters["failed"] += not ok
 
     def _take(self) -> int | None:
-        """A free host block, evicting the least recently used entry that nothing is copied out of."""
+        """A free host block: of a sequence that was freed while swapped, or of the least recently used entry that
+        nothing is copied out of."""
+        if not self._free:
+            for swap in list(self._swaps.values()):
+                if not (swap.seq.live or swap.seq.preempted):
+                    self.forget(swap.seq)
         if not self._free:
             for name, entry in self._entries.items():
                 if not self._loading.get(entry.host):
@@ -351,6 +356,8 @@ class HostTier:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this tier's manager")
         if seq.serial in self._returning:
             raise InvalidState(f"{seq!r} can't be swapped out before its loads are acknowledged")
+        if seq.serial in self._swaps:  # it came back by `resume`, without its pages
+            self._end_swap(self._swaps[seq.serial])
         self.manager.flush()
         size, computed = self.manager.block_size, seq.computed
         blocks = seq.block_table[: -(-computed // size)].copy()
@@ -389,6 +396,8 @@ class HostTier:
         swap = self._swaps.get(seq.serial)
         if swap is not None and swap.ticket in self.manager.tickets.active:
             raise InvalidState(f"{seq!r} is still being swapped out")
+        if seq.serial in self._returning:
+            raise InvalidState(f"{seq!r} can't come back again before its loads are acknowledged")
         refusal = self.manager.resume(seq, more, reserve=reserve)
         if refusal is not None:
             return refusal

@@ -178,4 +178,4 @@ def test_bad_input_is_one_line_and_status_2(
 def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("overhead", "attention", "kernels", "pressure", "shared-prompt"))
+    assert all(name in out for name in ("overhead", "attention", "pressure"))
