@@ -381,6 +381,17 @@ def test_d12_parts_of_a_namespace_can_not_run_into_each_other():
     assert len(keys) == len(parts)
 
 
+def test_d11_a_secret_that_prints_as_stars_is_not_keyed_by_the_stars():
+    class Secret(str):
+        def __str__(self) -> str:
+            return "***"
+
+        __repr__ = __str__
+
+    assert Namespace(salt=Secret("one")).key != Namespace(salt=Secret("two")).key
+    assert Namespace(salt=Secret("one")).key == Namespace(salt="one").key
+
+
 def test_d13_collisions_of_a_weak_hash():
     m = Checked(12, 4)
     log = EventLog(m, hasher=lambda data: bytes([sum(data) % 4]))

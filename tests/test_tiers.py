@@ -259,6 +259,46 @@ def test_acknowledging_twice_is_an_error():
     tier.swapped_out(swap)
 
 
+def swapped(shadow: Shadow, prompt):
+    seq = shadow.manager.admit(prompt, wait=False)
+    shadow.compute(seq, seq.known - seq.computed)
+    assert shadow.swap_out(seq)
+    return seq
+
+
+def test_coming_back_twice_before_the_loads_are_acknowledged_is_an_error():
+    manager, tier, shadow = make(4, 4, 8)
+    seq = swapped(shadow, TOKENS[:10])
+    manager.free(manager.admit(TOKENS[50:66]))
+    loads = tier.swap_in(seq)
+    manager.preempt(seq)
+    with pytest.raises(InvalidState):
+        tier.swap_in(seq)
+    tier.loaded(loads)
+    assert tier.swap_in(seq) is None and seq.computed == seq.cached
+    shadow.save()
+    shadow.check()
+
+
+def test_pages_of_a_sequence_that_came_back_without_them_are_given_back():
+    manager, tier, shadow = make(4, 4, 8)
+    seq = swapped(shadow, TOKENS[:10])
+    assert manager.resume(seq) is None
+    shadow.compute(seq, seq.known - seq.computed)
+    assert shadow.swap_out(seq)
+    tier.check()
+    manager.free(seq)
+    tier.forget(seq)
+    assert tier.free + tier.stored_blocks == 8
+
+
+def test_pages_of_freed_sequences_are_used_again():
+    manager, tier, shadow = make(4, 4, 3)
+    for start in range(0, 60, 10):
+        manager.free(swapped(shadow, TOKENS[start : start + 10]))
+        tier.check()
+
+
 def test_random_operations_keep_contents_invariants_and_events():
     seen: Counter[str] = Counter()
     for seed in range(120):
