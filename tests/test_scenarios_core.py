@@ -3,6 +3,15 @@
 `Checked` is a manager that verifies every invariant after every call; `picture` is all of its state, for "nothing
 changed". D-19, D-20 and D-26 stand in test_tiers.py and test_scheduler*.py as well, D-23 to D-25 with the kernels,
 D-28 in test_windows.py.
+
+reuse      D-01 whole prompt cached, D-02 not ready until computed, D-03 last sampled token
+admission  D-04 can never fit, D-05 all or nothing
+eviction   D-06 order, D-07 leased means safe, D-08 double release
+sharing    D-09 fork and copy on write, D-10 computed twice
+identity   D-11 namespaces, D-12 adapters and media, D-13 collisions, D-14 stable names
+cost       D-15 depth, D-16 cost
+life       D-17 abort anywhere, D-18 duplicate ids, D-19 recompute, D-20 fences, D-26 victims
+telling    D-21 events, D-22 gauges, D-27 say why
 """
 
 from __future__ import annotations
