@@ -1,21 +1,26 @@
-"""Launchers of the Triton kernels: grids, tiles and strides; the arguments were checked by dispatch.py.
+"""Launchers of the Triton kernels; the arguments were checked by dispatch.py.
 
-On a GPU metadata are tensors on the same device. Under TRITON_INTERPRET=1 everything lies on the CPU and metadata may
-be numpy. Tiles are chosen by shape, not by trial runs: nothing here needs a driver.
+On a GPU metadata are tensors on the same device; under TRITON_INTERPRET=1 everything lies on the CPU and metadata may
+be numpy. `paged_attention` looks at query starts and lengths on the host, which stops a GPU for a moment. A serving
+loop avoids that: it calls `prepare` once a step (or once per change of the batch) and `execute` in every layer, with
+the same Work; execute never synchronises and, given `scratch`, never allocates, so it can be captured in a graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
+from . import triton_items as items
 from .contract import QUANTISED_MAX, Metadata, Shape
 from .forest import Plan
-from .triton_kernels import attend_rows, copy_rows, write_rows
+from .triton_attend import attend_items, merge_parts
+from .triton_items import Work
+from .triton_moves import copy_rows, write_rows
+from .triton_tiles import device_widths, packing, power_of_two, split, tile
 
 CHUNK = 1024  # elements of a block that one program copies
 
@@ -25,9 +30,29 @@ def _on(metadata: Metadata, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device=device, dtype=dtype).contiguous()
 
 
+def _host(metadata: Metadata) -> items.Array:
+    return np.asarray(metadata.cpu() if isinstance(metadata, Tensor) else metadata).astype(np.int64)
+
+
 def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """An argument that a kernel does not read needs a pointer all the same."""
     return stand_in if tensor is None else tensor.contiguous()
+
+
+@lru_cache
+def target(device: torch.device) -> str:
+    """The family that tile() knows: "sm_90", "gfx942", ...; an interpreted kernel is tiled like sm_90."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 def write_kv(
@@ -51,15 +76,18 @@ def _write(
     rows: Tensor, pages: Tensor, slots: Tensor, scales: Tensor | None, rotary: tuple[Tensor, Tensor] | None
 ) -> None:
     tokens, heads, dim = rows.shape
-    if tokens == 0:
+    if tokens == 0 or heads == 0:
         return
     cos, sin = rotary if rotary is not None else (rows, rows)
-    write_rows[(tokens, heads)](
-        rows, pages, slots, _or(scales, slots), cos.contiguous(), sin.contiguous(), pages.shape[0] * pages.shape[1],
+    padded = power_of_two(dim)
+    together = min(power_of_two(heads), max(1, 2048 // padded))
+    write_rows[(tokens, -(-heads // together))](
+        rows, pages, slots, _or(scales, slots), cos.contiguous() if rotary is not None else cos,
+        sin.contiguous() if rotary is not None else sin, pages.shape[0] * pages.shape[1], heads,
         *rows.stride(), *pages.stride(),
-        BLOCK_SIZE=pages.shape[1], D=dim, D_PAD=triton.next_power_of_2(dim),
+        BLOCK_SIZE=pages.shape[1], H=together, D=dim, D_PAD=padded,
         HALF=cos.shape[1] if rotary is not None else 0, SCALED=scales is not None,
-        TOP=QUANTISED_MAX.get(pages.dtype, 0.0), INTEGER=pages.dtype == torch.int8,
+        TOP=QUANTISED_MAX.get(pages.dtype, 0.0), INTEGER=pages.dtype == torch.int8, num_warps=4,
     )  # fmt: skip
 
 
@@ -83,87 +111,184 @@ def paged_attention(
     return_lse: bool,
     plan: Plan | None,
     deterministic: bool,
-) -> Tensor:
-    """See dispatch.paged_attention; returns the LSE. Rows are read one by one: a plan changes nothing here yet."""
-    device = query.device
-    tables, starts = _on(block_tables, device, torch.int32), _on(query_starts, device, torch.int32)
-    kv = _on(lengths, device, torch.int32)
-    tokens, heads, dim = query.shape
-    size, kv_heads, value_dim = key_pages.shape[1], key_pages.shape[2], value_pages.shape[3]
-    group = heads // kv_heads
-    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=device)
-    out.zero_()
-    per_tile, m, tile, warps = _tile(group, tokens, len(kv), max(dim, value_dim))
-    rows, first = _tiles(starts, per_tile)
-    if not len(rows):
-        return lse
-    attend_rows[(len(rows), kv_heads)](
-        query, key_pages, value_pages, tables, starts, kv, rows, first,
-        _or(key_scales, lse), _or(value_scales, lse), _or(sinks, lse), _or(alibi, lse), out, lse,
-        scale, soft_cap or 1.0, key_pages.shape[0], tables.shape[1],
-        *query.stride(), *key_pages.stride(), *value_pages.stride(), *out.stride(),
-        BLOCK_SIZE=size, GROUP=group, HEADS=heads, D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
-        DV=value_dim, DV_PAD=max(16, triton.next_power_of_2(value_dim)), TOKENS=per_tile, M=m, TILE=tile,
-        WINDOW=window, CAPPED=soft_cap > 0, SINKS=sinks is not None, ALIBI=alibi is not None,
-        SCALED=key_scales is not None, num_warps=warps,
+) -> Tensor | None:
+    """See dispatch.paged_attention; returns the LSE where it was asked for."""
+    work = prepare(
+        query_starts, lengths, query, key_pages, value_pages, plan, window=window, deterministic=deterministic
+    )
+    if int(work.owners.shape[0]) < shape.tokens:
+        out.zero_()  # query tokens that belong to no row
+    lse = query.new_full((shape.tokens, shape.heads), -torch.inf, dtype=torch.float32) if return_lse else None
+    execute(
+        work, query, key_pages, value_pages, _on(block_tables, query.device, torch.int32),
+        _on(query_starts, query.device, torch.int32), _on(lengths, query.device, torch.int32),
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, alibi=alibi,
+        key_scales=key_scales, value_scales=value_scales, out=out, lse=lse,
     )  # fmt: skip
     return lse
 
 
-def _tile(group: int, tokens: int, rows: int, dim: int) -> tuple[int, int, int, int]:
-    """(query tokens a tile, rows of the packed tile, KV tokens a tile, warps): small for decoding, wide for prefill."""
-    prefill = tokens > 4 * rows
-    m = max(16, triton.next_power_of_2(group))
-    if prefill:
-        m = max(m, 64 if dim <= 128 else 32)
-    return max(1, m // group), m, 64 if dim <= 128 else 32, 4
+def prepare(
+    query_starts: Metadata,
+    lengths: Metadata,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    plan: Plan | None = None,
+    *,
+    window: int = 0,
+    deterministic: bool = False,
+    device: items.Device | None = None,
+) -> Work:
+    """Work items of a batch, on query's device: for every layer of this step, and for later steps of the same batch.
+
+    query [T, H, D] and the pages are looked at for their shapes and dtypes only. The Work stays right while lengths
+    grow by decoding; make a new one when rows come or go, numbers of query tokens change, or `plan` does. With
+    `deterministic` the plan is not used and nothing is split. `device` overrides what is known of the device.
+    """
+    kv_heads, dim = key_pages.shape[2], key_pages.shape[3]
+    value_dim = value_pages.shape[3]
+    group = query.shape[1] // kv_heads
+    batch = items.Batch(
+        _host(query_starts), _host(lengths), group, kv_heads,
+        _moved(key_pages, value_pages) * key_pages.element_size(), group * (value_dim + 1) * 4, window,
+    )  # fmt: skip
+    if device is None:
+        device = items.Device(device_widths(max(dim, value_dim), target(query.device)), _processors(query.device))
+    if deterministic:
+        device = device._replace(widths=device.widths[-2:-1] or device.widths)  # one tile for all: a prefill's
+    work = items.make(batch, None if deterministic else plan, device, split=not deterministic)
+    return work.to(query.device)
 
 
-def _tiles(starts: Tensor, per_tile: int) -> tuple[Tensor, Tensor]:
-    """int32 [tiles]: the row of each tile, and its first query token within the row."""
-    bounds = starts.cpu().numpy().astype(np.int64)
-    counts = -(-np.diff(bounds) // per_tile)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * per_tile
+def _latent(key_pages: Tensor, value_pages: Tensor) -> bool:
+    """Values are the first elements of the keys, and a power of two: they are read once."""
     return (
-        torch.from_numpy(rows.astype(np.int32)).to(starts.device),
-        torch.from_numpy(first.astype(np.int32)).to(starts.device),
+        key_pages.data_ptr() == value_pages.data_ptr()
+        and key_pages.stride() == value_pages.stride()
+        and split(key_pages.shape[3]).main == value_pages.shape[3]
     )
+
+
+def _moved(key_pages: Tensor, value_pages: Tensor) -> int:
+    """Elements of one token and KV head that attention reads."""
+    return key_pages.shape[3] + (0 if _latent(key_pages, value_pages) else value_pages.shape[3])
+
+
+def scratch(work: Work, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the partial results of `work`: float32 [slots, heads, value_dim] and [slots, heads]."""
+    slots = max(1, work.partials)
+    return (
+        torch.empty((slots, heads, value_dim), dtype=torch.float32, device=device),
+        torch.empty((slots, heads), dtype=torch.float32, device=device),
+    )
+
+
+def execute(
+    work: Work,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor | None = None,
+    parts: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Run `work` (of `prepare`): fills out [T, H, Dv] and, where given, lse float32 [T, H].
+
+    Arguments as those of `blockmgr_kernels.paged_attention`, metadata int32 tensors on query's device, contiguous;
+    `parts` from `scratch`. Only rows of `work` are filled. Nothing is read back: fit for CUDA graphs.
+    """
+    heads, dim = query.shape[1:]
+    value_dim, kv_heads = value_pages.shape[3], key_pages.shape[2]
+    group = heads // kv_heads
+    part, part_lse = parts if parts is not None else scratch(work, heads, value_dim, query.device)
+    latent = _latent(key_pages, value_pages)
+    keys, values = split(dim), split(value_dim)
+    chosen = target(query.device)
+    options = {"SINKS": sinks is not None, "WITH_LSE": lse is not None}
+    lse_at = part_lse if lse is None else lse
+    for m, first, end in work.widths:
+        packed, chunks = packing(group, m)
+        shape = tile(m, max(dim, value_dim), key_pages.element_size(), chosen)
+        attend_items[(end - first, kv_heads * chunks)](
+            query, key_pages, value_pages, block_tables, query_starts, lengths,
+            work.items[first:end], work.tokens, work.owners, work.slots,
+            _or(key_scales, part_lse), _or(value_scales, part_lse), _or(sinks, part_lse), _or(alibi, part_lse),
+            out, lse_at, part, part_lse, scale, soft_cap or 1.0, key_pages.shape[0], block_tables.shape[1],
+            *query.stride(), *key_pages.stride(), *value_pages.stride(), *out.stride(),
+            BLOCK_SIZE=key_pages.shape[1], HEADS=heads, GROUP=group, PACKED=packed, CHUNKS=chunks,
+            D0=keys.main, D1=keys.rest, D=dim, V0=value_dim if latent else values.main,
+            V1=0 if latent else values.rest, DV=value_dim, M=m, TILE=shape.tokens, STAGES=shape.stages,
+            WINDOW=window, CAPPED=soft_cap > 0, ALIBI=alibi is not None, SCALED=key_scales is not None, LATENT=latent,
+            num_warps=shape.warps, **options,
+        )  # fmt: skip
+    if len(work.merged) and work.partials:
+        merge_parts[(len(work.merged), heads)](
+            part, part_lse, work.merged, work.slots, _or(sinks, part_lse), out, lse_at, *out.stride(),
+            HEADS=heads, DV=value_dim, DV_PAD=power_of_two(value_dim),
+            num_warps=1 if value_dim <= 128 else 4, **options,
+        )  # fmt: skip
 
 
 def copy_blocks(pages: Tensor, pairs: Metadata) -> None:
     """See dispatch.copy_blocks. Sources are read before anything is written: a first launch collects them."""
     where = _on(pairs, pages.device, torch.int32)
-    if not len(where):
+    if not len(where) or not pages.numel():
         return
-    flat = _flat(pages)
-    row = flat[0].numel()
-    per_token = row // pages.shape[1]
-    counts = where[:, 2] * per_token if where.shape[1] == 3 else torch.full_like(where[:, 0], row)
+    tokens = where[:, 2] if where.shape[1] == 3 else torch.full_like(where[:, 0], pages.shape[1])
     order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
-    staging = torch.empty((len(where), row), dtype=pages.dtype, device=pages.device)
-    grid = (len(where), triton.cdiv(row, CHUNK))
-    out = torch.stack([where[:, 0], order, counts], 1).contiguous()
-    copy_rows[grid](flat, staging, out, len(flat), len(staging), flat.stride(0), row, ROW=row, SIZE=CHUNK)
-    back = torch.stack([order, where[:, 1], counts], 1).contiguous()
-    copy_rows[grid](staging, flat, back, len(staging), len(flat), row, flat.stride(0), ROW=row, SIZE=CHUNK)
-    if flat.data_ptr() != pages.data_ptr():
-        pages.copy_(flat.view(pages.shape))
+    staging = torch.empty((len(where), *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
+    _copy(pages, staging, torch.stack([where[:, 0], order, tokens], 1))
+    _copy(staging, pages, torch.stack([order, where[:, 1], tokens], 1))
 
 
-def _flat(pages: Tensor) -> Tensor:
-    """Pages [N, elements of a block]: a view where a block is dense, else a copy."""
-    return pages.reshape(pages.shape[0], -1)
+def _copy(source: Tensor, into: Tensor, pairs: Tensor) -> None:
+    """Blocks pairs[:, 0] of source to blocks pairs[:, 1] of `into`, pairs[:, 2] tokens of each."""
+    from_, to = _four(source), _four(into)
+    _, size, x, y = from_.shape
+    copy_rows[(len(pairs), -(-size * x * y // CHUNK))](
+        from_, to, pairs.contiguous(), len(from_), len(to), *from_.stride(), *to.stride(),
+        BLOCK_SIZE=size, X=x, Y=y, SIZE=CHUNK,
+    )  # fmt: skip
+
+
+def _four(pages: Tensor) -> Tensor:
+    """Pages [N, B, ...] as a view [N, B, X, Y]: trailing dimensions joined, or ones added."""
+    if pages.dim() > 4:
+        return pages.flatten(2, -2) if pages[0].is_contiguous() else pages.view(*pages.shape[:2], -1, pages.shape[-1])
+    return pages.view(*pages.shape[:2], *([1] * (4 - pages.dim())), *pages.shape[2:])
 
 
 def gather_blocks(pages: Tensor, blocks: Metadata, host: Tensor) -> None:
-    """See dispatch.gather_blocks."""
-    host.copy_(pages[_on(blocks, pages.device, torch.int64)], non_blocking=host.is_pinned())
+    """See dispatch.gather_blocks: collected on the device, then moved in one copy."""
+    where = _on(blocks, pages.device, torch.int32)
+    if not len(where) or not pages.numel():
+        return
+    staging = torch.empty(host.shape, dtype=pages.dtype, device=pages.device)
+    order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
+    _copy(pages, staging, torch.stack([where, order, torch.full_like(order, pages.shape[1])], 1))
+    host.copy_(staging, non_blocking=host.is_pinned())
 
 
 def scatter_blocks(host: Tensor, pages: Tensor, blocks: Metadata) -> None:
-    """See dispatch.scatter_blocks."""
-    pages[_on(blocks, pages.device, torch.int64)] = host.to(pages.device, non_blocking=host.is_pinned())
+    """See dispatch.scatter_blocks: moved in one copy, then spread on the device."""
+    where = _on(blocks, pages.device, torch.int32)
+    if not len(where) or not pages.numel():
+        return
+    staging = host.to(pages.device, non_blocking=host.is_pinned()).contiguous()
+    order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
+    _copy(staging, pages, torch.stack([order, where, torch.full_like(order, pages.shape[1])], 1))
 
 
-ENTRIES: tuple[Any, ...] = (write_kv, paged_attention, copy_blocks, gather_blocks, scatter_blocks)
+

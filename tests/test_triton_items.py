@@ -1,0 +1,119 @@
+"""Work items of the Triton kernels: what a plan becomes, when it is not used, growing rows, fixed grids, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from blockmgr_kernels import PlanError, RangeError, plan, triton_entries
+from blockmgr_kernels.testing_case import DEVICE, EAGER, Case, Row
+from blockmgr_kernels.triton_items import FAR, Batch, Device, make
+
+H200 = Device((16, 64, 256))
+LLAMA = {"group": 4, "kv_heads": 8, "token_bytes": 2 * 128 * 2, "slot_bytes": 4 * 129 * 4}
+
+
+def decode(rows: int, shared: int, own: int) -> tuple[Batch, object]:
+    """One query token a row; `shared` tokens in common, in blocks of 16."""
+    blocks = (shared + own) // 16
+    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    tables[:, : shared // 16] = tables[0, : shared // 16]
+    lengths = np.full(rows, shared + own)
+    return Batch(np.arange(rows + 1), lengths, **LLAMA), plan(tables, lengths, 16)
+
+
+def test_a_shared_run_is_read_once_for_all_its_rows():
+    batch, planned = decode(64, 4096, 256)
+    work = make(batch, planned, H200)
+    runs = work.items[work.items[:, 2] != FAR]
+    assert (runs[:, 2] - runs[:, 1]).sum() == 4096 and (runs[:, 4] == 64).all()
+    tails = work.items[work.items[:, 2] == FAR]
+    assert len(tails) == 64 and (tails[:, 1] == 4096).all()
+    assert len(work.merged) == 64 and work.partials == 64 * (len(runs) + 1)
+
+
+def test_every_query_token_has_its_own_slots_in_the_order_of_its_items():
+    case = Case([Row(40, 3, ("a", 16)), Row(36, 1, ("a", 16), ("b", 8)), Row(33, 2, ("a", 16), ("b", 8)), Row(5, 5)])
+    work = case.work(shared=True)
+    taken = [
+        int(work.slots[token]) + item[5]
+        for item in work.items.tolist()
+        for token in work.tokens[item[3] : item[3] + item[4]].tolist()
+        if work.slots[token + 1] > work.slots[token]
+    ]
+    assert sorted(taken) == list(range(work.partials)), "each slot is written once"
+
+
+def test_sharing_that_does_not_pay_is_not_used():
+    batch, planned = decode(2, 64, 4096)
+    assert planned.runs == 1
+    work = make(batch, planned, H200)
+    assert (work.items[:, 1] % 256 == 0).all(), "rows from their first token, split for the processors"
+    assert len(torch.unique(work.items[:, 0])) == 2 and 0 in work.items[:, 1]
+
+
+def test_long_contexts_of_few_rows_are_split_and_many_rows_are_not():
+    one, _ = decode(1, 0, 32_768)
+    many, _ = decode(256, 0, 2_048)
+    assert len(make(one, None, H200).items) > 16
+    assert len(make(many, None, H200).items) == 256 and make(many, None, H200).partials == 0
+    assert len(make(one, None, H200, split=False).items) == 1
+
+
+def test_prefill_is_cut_into_tiles_of_query_tokens():
+    batch = Batch(np.array([0, 1000]), np.array([1000]), **LLAMA)
+    work = make(batch, None, H200)
+    ((m, first, end),) = work.widths
+    assert (first, end) == (0, len(work.items)) and int(work.items[:, 4].sum()) == 1000
+    assert int(work.items[:, 4].max()) == m // 4
+
+
+def test_work_stays_right_while_rows_grow():
+    case = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16)), Row(30, 1)], dim=16)
+    early = Case([Row(17, 1, ("a", 16)), Row(18, 1, ("a", 16)), Row(26, 1)], dim=16)
+    case.compare(case.run(early.work(shared=True)))
+
+
+def test_fixed_grid_replays_another_batch_with_padded_rows():
+    """A captured graph: tensors and grids stay where they are, a smaller batch and a larger one run through them."""
+    wide = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16)), Row(9, 1), Row(40, 1)], dim=16)
+    room = wide.work(shared=True).reserve(items=16, tokens=8, partials=40, widths=EAGER.widths)
+    places = [x.data_ptr() for x in (room.items, room.tokens, room.slots, room.merged)]
+    wide.compare(wide.run(room))
+    small = Case([Row(7, 1), Row(11, 1), Row(0, 1), Row(0, 1)], dim=16)  # two padded rows
+    room.fill(small.work(shared=True))
+    assert places == [x.data_ptr() for x in (room.items, room.tokens, room.slots, room.merged)]
+    got = small.run(room)
+    small.compare(got)
+    assert torch.equal(got[0][2:], torch.zeros(2, 4, 16)) and bool((got[1][2:] == -torch.inf).all())
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing():
+    case = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16))], dim=16)
+    work = case.work(shared=True)
+    room = work.reserve(items=8, tokens=2, partials=work.partials, widths=EAGER.widths)
+    before = [x.clone() for x in (room.items, room.tokens, room.slots, room.merged)]
+    larger = Case([Row(21, 1, ("a", 16))] * 3, dim=16).work(shared=True)
+    with pytest.raises(RangeError, match="3 query tokens, room for 2"):
+        room.fill(larger)
+    with pytest.raises(RangeError, match="work items of 16 rows, room for 1"):
+        work.reserve(items=1, tokens=9, partials=99, widths=EAGER.widths)
+    with pytest.raises(RangeError, match="partial results, room for 1"):
+        work.reserve(items=9, tokens=9, partials=1, widths=EAGER.widths)
+    assert all(torch.equal(x, y) for x, y in zip(before, (room.items, room.tokens, room.slots, room.merged)))
+
+
+def test_a_plan_of_another_batch_is_refused():
+    batch, planned = decode(4, 64, 64)
+    other, _ = decode(3, 64, 64)
+    with pytest.raises(PlanError, match="4 rows, the batch has 3"):
+        make(other, planned, H200)
+    assert make(batch, planned, H200).items.shape[1] == 8
+
+
+def test_scratch_is_reused_between_layers():
+    case = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16))], dim=16)
+    work = case.work(shared=True)
+    parts = triton_entries.scratch(work, 4, 16, DEVICE)
+    for _ in range(2):
+        case.compare(case.run(work, parts=parts))
