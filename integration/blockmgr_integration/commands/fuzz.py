@@ -1,0 +1,125 @@
+"""`blockmgr fuzz`: random, exhaustive and mutation runs of `blockmgr_fuzz`, on our manager or on somebody's."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from blockmgr_fuzz import ManagerMachine, campaign, reproducer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..options import BadInput, OneLineErrors
+
+app = OneLineErrors()
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@app.command()
+def fuzz(
+    target: Annotated[str | None, typer.Option(help="package.module:factory of a foreign manager.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Random lives to try (default 200).")] = None,
+    steps: Annotated[int, typer.Option(help="Most operations in each.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run; printed by every run.")] = None,
+    time: Annotated[str | None, typer.Option(help="Go on for so long: 60s, 5m, 1h.")] = None,
+    exhaustive: Annotated[bool, typer.Option(help="Visit every state of a tiny configuration.")] = False,
+    mutants: Annotated[bool, typer.Option(help="Plant faults in blockmgr; which are caught?")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for reproducers.")] = Path(),
+) -> int:
+    """Look for broken invariants. Exit status 0: none found; 1: found, and a reproducer is written; 2: bad input."""
+    for name, value in (("examples", examples), ("steps", steps)):
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} {value}: must be at least 1")
+    if seed is not None and seed < 0:
+        raise BadInput(f"--seed {seed}: must be at least 0")
+    if exhaustive + mutants + (target is not None) > 1:
+        raise BadInput("--target, --exhaustive and --mutants exclude each other")
+    seconds = None if time is None else duration(time)
+    if exhaustive:
+        figures, status = _exhaustive(seconds)
+    elif mutants:
+        figures, status = _mutants(seconds)
+    else:
+        most = examples or (200 if seconds is None else sys.maxsize)
+        figures, status = _random(target, most, steps, random.randrange(2**32) if seed is None else seed, seconds, out)
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(figures, indent=2) + "\n")
+        except OSError as error:
+            raise BadInput(f"--json {json_file}: {error.strerror}") from error
+    return status
+
+
+def duration(text: str) -> float:
+    """Seconds in "90", "60s", "5m" or "1h". Raises BadInput."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise BadInput(f"--time {text}: must be a number of seconds above 0, or end in s, m or h")
+    return seconds
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _random(
+    target: str | None, examples: int, steps: int, seed: int, seconds: float | None, out: Path
+) -> tuple[dict[str, object], int]:
+    machine, make = (ManagerMachine, None) if target is None else _foreign(target)
+    with _bar() as bar:
+        task = bar.add_task("examples", total=None if examples == sys.maxsize else examples)
+        counts = campaign.run(
+            machine, examples, steps, seed, seconds, lambda counts: bar.update(task, completed=counts.examples)
+        )
+    print(f"{counts.examples} examples, {counts.steps} steps, {len(counts.conditions)} conditions; seed {seed}")
+    if counts.failure is not None:
+        for error in _chain(counts.failure):
+            print(f"found: {type(error).__name__}: {error}")
+        _report(counts.failure, machine, make, out)
+    return counts.figures(), int(counts.failure is not None)
+
+
+def _chain(failure: BaseException) -> list[BaseException]:
+    """What was raised, first to last."""
+    return [*(_chain(failure.__context__) if failure.__context__ else []), failure]
+
+
+def _report(failure: BaseException, machine: campaign.Machine, make: str | None, out: Path) -> None:
+    try:
+        text = reproducer.write(failure, machine, make)
+        path = reproducer.save(text, out)
+    except (reproducer.NoSteps, OSError) as error:
+        print(f"no reproducer: {error}")
+        return
+    alike = reproducer.fails_alike(text, failure)
+    print(f"reproducer{'' if alike else ', which does NOT fail in the same way here'}: {path}")
+
+
+def _foreign(target: str) -> tuple[campaign.Machine, str]:
+    raise BadInput(f"--target {target}: not there yet")
+
+
+def _part(name: str) -> Any:
+    try:
+        return import_module(f"blockmgr_fuzz.{name}")
+    except ModuleNotFoundError as error:
+        raise BadInput(f"this installation of blockmgr_fuzz has no {error.name}") from error
+
+
+def _exhaustive(seconds: float | None) -> tuple[dict[str, object], int]:
+    raise BadInput("--exhaustive: not there yet")
+
+
+def _mutants(seconds: float | None) -> tuple[dict[str, object], int]:
+    raise BadInput("--mutants: not there yet")
