@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from blockmgr import Namespace
 
@@ -21,6 +22,7 @@ from .engine import Engine
 from .scheduler import Request
 
 DONE = object()
+T = TypeVar("T")
 
 
 class Overloaded(Exception):
@@ -61,6 +63,7 @@ class AsyncEngine:
         self.served = self.aborted = 0
         self._streams: dict[Request, _Stream] = {}
         self._doomed: list[Request] = []
+        self._looks: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blockmgr-engine")
         self._task: asyncio.Task[None] | None = None
@@ -139,12 +142,25 @@ class AsyncEngine:
                 self._doomed.append(request)
                 self._wake.set()
 
+    async def between_steps(self, look: Callable[[], T]) -> T:
+        """What `look` returns, called while no step is under way: the only safe time to read the manager.
+
+        Raises EngineStopped, and whatever `look` raises.
+        """
+        if self._task is None or self._task.done():
+            raise EngineStopped("the engine is not running")
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._looks.append((look, answer))
+        self._wake.set()
+        return await answer
+
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         scheduler = self.engine.scheduler
         try:
             while True:
                 self._bury()
+                self._look()
                 if scheduler.idle:
                     self._wake.clear()
                     await self._wake.wait()
@@ -168,6 +184,20 @@ class AsyncEngine:
         for request in doomed:
             self.engine.scheduler.abort(request)
 
+    def _look(self) -> None:
+        looks, self._looks = self._looks, []
+        for look, answer in looks:
+            if answer.done():  # whoever asked went away
+                continue
+            try:
+                answer.set_result(look())
+            except Exception as error:
+                answer.set_exception(error)
+
     def _fail(self, error: EngineStopped) -> None:
+        looks, self._looks = self._looks, []
+        for _, answer in looks:
+            if not answer.done():
+                answer.set_exception(error)
         for stream in self._streams.values():
             stream.queue.put_nowait(error)

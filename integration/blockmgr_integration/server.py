@@ -7,10 +7,12 @@ refused rather than ignored, and so is everything else that would change the tex
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
@@ -22,9 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from blockmgr import BlockManagerError, Namespace, metrics
 
 from .async_engine import AsyncEngine, DeadlineExceeded, EngineStopped, Overloaded
+from .inspect_page import Prompt, picture
 from .scheduler import RequestTooLong
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
+MAX_EXPLAINED = 32  # waiting prompts that a snapshot explains
 
 
 class Message(BaseModel):
@@ -110,7 +114,16 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
 
     @app.get("/metrics")
     async def prometheus() -> PlainTextResponse:
-        return PlainTextResponse(metrics.exposition(manager, model_name), media_type="text/plain; version=0.0.4")
+        text = await look(lambda: metrics.exposition(manager, model_name))
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.get("/snapshot")
+    async def snapshot(request: Request) -> Response:
+        # It shows the token ids and salts of every tenant.
+        if request.client is None or not _is_loopback(request.client.host):
+            raise Refused(403, "permission_error", "/snapshot answers only clients on the server's own machine")
+        shown = await look(lambda: picture(manager, _waiting(front)))
+        return Response(await asyncio.to_thread(json.dumps, shown), media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -127,6 +140,12 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
     async def completions(body: CompletionRequest) -> Response:
         ids = body.prompt if isinstance(body.prompt, list) else tokenizer(body.prompt)["input_ids"]
         return await serve(body, ids, "text_completion", "cmpl-")
+
+    async def look(read: Callable[[], Any]) -> Any:
+        try:
+            return await front.between_steps(read)
+        except EngineStopped as error:
+            raise Refused(503, "server_error", str(error)) from None
 
     async def serve(body: Common, ids: list[int], kind: str, prefix: str) -> Response:
         if body.model != model_name:
@@ -175,6 +194,19 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
         return JSONResponse(answer | {"choices": [choice], "usage": usage(len(got))})
 
     return app
+
+
+def _waiting(front: AsyncEngine) -> list[Prompt]:
+    """Requests that are not admitted yet, next ones first."""
+    waiting = list(front.engine.scheduler.waiting)[:MAX_EXPLAINED]
+    return [Prompt(f"waiting request {request.arrival}", request.ids, request.namespace) for request in waiting]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _first(tokens: AsyncIterator[int]) -> tuple[int, bool]:
