@@ -7,7 +7,8 @@ of releases, so "the same request" means "the same tick"):
     used(blocks, tick)     a sequence that held these blocks, leading blocks first, let go of them
     evicted(blocks, tick)  these blocks left the tree because room was needed
 
-The block with the smallest (score, last use) goes first; an order without scores is recency alone.
+The block with the smallest (score, last use) goes first; an order without scores is recency alone. An order may read
+the pool (what tokens a block holds); it changes nothing there.
 `tree.last_use` holds the second part.
 """
 
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidConfig
-from .pool import Ints
+from .forecast import Forecast
+from .pool import Ints, Pool
 
 Scores = npt.NDArray[np.float64]
 
@@ -39,7 +41,7 @@ class Order(Protocol):
 class LRU:
     """Least recently released first: no score, recency alone."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.scores: Scores | None = None
 
     def stored(self, blocks: Ints, tick: int) -> None:
@@ -55,8 +57,8 @@ class LRU:
 class Scored:
     """An order with scores; what it does not override does nothing."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.scores: Scores = np.zeros(num_blocks)
+    def __init__(self, pool: Pool) -> None:
+        self.scores: Scores = np.zeros(pool.num_blocks)
 
     def stored(self, blocks: Ints, tick: int) -> None:
         self.scores[blocks] = 0.0
@@ -98,13 +100,19 @@ class AgedFrequency(Scored):
         self.scores[blocks] = np.logaddexp2(self.scores[blocks], tick / self.half_life)
 
 
-ORDERS: dict[str, Callable[[int], Order]] = {"lru": LRU, "fifo": FIFO, "lfu": LFU, "aged": AgedFrequency}
+ORDERS: dict[str, Callable[[Pool], Order]] = {
+    "lru": LRU,
+    "fifo": FIFO,
+    "lfu": LFU,
+    "aged": AgedFrequency,
+    "forecast": Forecast,
+}
 
 
-def make_order(order: str | Callable[[int], Order], num_blocks: int) -> Order:
-    """An order by name or from a factory that takes the number of blocks. Raises InvalidConfig."""
+def make_order(order: str | Callable[[Pool], Order], pool: Pool) -> Order:
+    """An order by name, or from a factory that takes the pool. Raises InvalidConfig."""
     if callable(order):
-        return order(num_blocks)
+        return order(pool)
     if not isinstance(order, str) or order not in ORDERS:
         raise InvalidConfig(f"eviction order must be one of {', '.join(ORDERS)}, got {order!r}")
-    return ORDERS[order](num_blocks)
+    return ORDERS[order](pool)

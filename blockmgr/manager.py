@@ -56,7 +56,7 @@ class BlockManager:
         num_blocks: int,
         block_size: int = 16,
         *,
-        order: str | Callable[[int], Order] = "lru",
+        order: str | Callable[[Pool], Order] = "lru",
         caching: bool = True,
         partial_reuse: bool = False,
         max_pinned: int | None = None,
@@ -67,7 +67,7 @@ class BlockManager:
             if not isinstance(value, bool):
                 raise InvalidConfig(f"{name} must be True or False, got {value!r}")
         self.pool = Pool(num_blocks, block_size)
-        self.tree = Tree(self.pool, make_order(order, num_blocks))
+        self.tree = Tree(self.pool, make_order(order, self.pool))
         self.tables = Tables(self.pool.block_size)
         self.tickets = Tickets(self.pool, self.tree)
         self.counters = Counters()

@@ -44,7 +44,9 @@ from .pool import Blocks, Ints, Pool
 if TYPE_CHECKING:
     from .sequence import Sequence
 
-Leaf = tuple[float, float, float, int, "Run"]  # (priority, score, last use, serial, run)
+Leaf = tuple[float, float, float, int, "Run"]  # (priority, score, last use, serial, run): a Key and its run
+Key = tuple[float, float, float]
+NEVER: Key = (np.inf, np.inf, np.inf)
 NO_BLOCKS: Ints = np.empty(0, np.intp)
 NO_MEDIA: Mapping[int, bytes] = {}
 
@@ -313,7 +315,7 @@ class Tree:
         for run in runs:
             self.offer(run)
 
-    def _key(self, block: int) -> tuple[float, float, float]:
+    def _key(self, block: int) -> Key:
         priority = 0.0 if self.priority is None else float(self.priority[block])
         score = 0.0 if self.order.scores is None else float(self.order.scores[block])
         return priority, score, float(self.last_use[block])
@@ -335,7 +337,8 @@ class Tree:
                 break
             leaf: Leaf = leaves[0]
             run = leaf[-1]
-            tail = self._idle_tail(run, min(count - freed, most), leaf)
+            bound = NEVER if len(leaves) == 1 else leaves[1][:3]
+            tail = self._idle_tail(run, min(count - freed, most), leaf, leaf[:3] if self.guaranteed else bound)
             taken = len(tail)
             if taken == 0 or taken == run.length:
                 del leaves[0]
@@ -358,21 +361,18 @@ class Tree:
                 best, most = root.leaves, spare
         return best, most
 
-    def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> Ints:
-        """The run's last blocks, last first, that are reclaimable and tie with the leaf's key; at most `most`."""
+    def _idle_tail(self, run: Run, most: int, leaf: Leaf, bound: Key) -> Ints:
+        """The run's last blocks, last first, that are reclaimable and tie with the leaf's key or come before `bound`,
+        the key of the next leaf; at most `most`."""
         pool, scores = self.pool, self.order.scores
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
         # Towards the root recency only grows and holds only begin, so if the last of these qualifies all do;
         # scores and priorities have no such order.
         last = blocks[-1]
         if scores is not None or self.priority is not None or self._held(last) or self.last_use[last] != leaf[2]:
-            stop = self.last_use[blocks] != leaf[2]
-            stop |= pool.lease[blocks].astype(np.bool_)
+            stop = pool.lease[blocks].astype(np.bool_)
             stop |= pool.fence[blocks].astype(np.bool_)
-            if scores is not None:
-                stop |= scores[blocks] != leaf[1]
-            if self.priority is not None:
-                stop |= self.priority[blocks] != leaf[0]
+            stop |= ~self._goes_before(blocks, leaf, bound)
             first = int(stop.argmax())
             if stop[first]:
                 blocks = blocks[:first]
@@ -380,6 +380,18 @@ class Tree:
         if self.branches.keys().isdisjoint(candidates):
             return blocks
         return blocks[: next(index for index, block in enumerate(candidates) if block in self.branches)]
+
+    def _goes_before(self, blocks: Ints, leaf: Leaf, bound: Key) -> npt.NDArray[np.bool_]:
+        """Which of these blocks tie with the leaf's key or have one smaller than `bound`."""
+        tie, less = np.ones(len(blocks), np.bool_), np.zeros(len(blocks), np.bool_)
+        even = tie.copy()
+        for part, values in enumerate((self.priority, self.order.scores, self.last_use)):
+            if values is not None:
+                key = values[blocks]
+                tie &= key == leaf[part]
+                less |= even & (key < bound[part])
+                even &= key == bound[part]
+        return tie | less
 
     def cut(self, run: Run, blocks: Ints) -> None:
         """Free these reclaimable blocks, the run's last ones, last first."""

@@ -50,7 +50,7 @@ class World:
         self.m = BlockManager(
             self.blocks,
             self.size,
-            order=self.chance.choice(["lru", "fifo", "lfu", "aged"]),
+            order=self.chance.choice(["lru", "fifo", "lfu", "aged", "forecast"]),
             partial_reuse=self.chance.random() < 0.5,
         )
         self.memory = np.zeros(self.blocks * self.size, np.int64)

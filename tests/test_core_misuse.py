@@ -211,10 +211,10 @@ def test_d15_media_in_every_block_is_no_quadratic_blow_up():
         m = BlockManager(images + 1, 2)
         media = [(2 * i, b"%d" % i) for i in range(images)]
         prompt = np.arange(2 * images + 1, dtype=np.int32)
-        start = time.perf_counter()
+        start = time.process_time()
         serve(m, prompt, media=media)
         assert m.lookup(prompt, media=media) == 2 * images
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(100)
     assert seconds(20_000) < 5

@@ -110,7 +110,7 @@ def test_planning_256_rows_takes_microseconds() -> None:
     tables, lengths = tables.astype(np.int32), np.full(256, 72 * 16 - 3, np.int32)
     times = []
     for _ in range(50):
-        start = time.perf_counter()
+        start = time.process_time()
         plan(tables, lengths, 16)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 300e-6

@@ -14,7 +14,7 @@ CORE = ROOT / "blockmgr"
 
 # Each layer may import those before it, and modules of its own that stand left of it.
 ORDER = [
-    "errors", "answers", "counters", "tokens", "namespace", "pool", "eviction", "tree", "tables", "fences",
+    "errors", "answers", "counters", "tokens", "namespace", "pool", "forecast", "eviction", "tree", "tables", "fences",
     "sequence", "audit", "explain", "publication", "growth", "admission", "holds", "snapshot", "manager",
     "names", "events", "metrics", "windows", "tiers",
 ]  # fmt: skip

@@ -445,9 +445,9 @@ def test_d14_extreme_token_ids():
 
 
 def _timed(limit: float, what: str, work) -> object:
-    start = time.perf_counter()
+    start = time.process_time()
     result = work()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert seconds < limit, f"{what} took {seconds:.1f} s"
     return result
 
@@ -497,11 +497,11 @@ def test_d16_eviction_cost_does_not_grow_with_leaves():
             m.admit([1])
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(150):
                 evict(m, 1)
                 m.pool.take(1)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     few, many = microseconds(1_000), microseconds(50_000)
@@ -545,9 +545,9 @@ def test_d16_hashing_is_linear():
             m = BlockManager(tokens // 16 + 1, 16)
             log = EventLog(m)
             serve(m, np.arange(tokens, dtype=np.int32))
-            start = time.perf_counter()
+            start = time.process_time()
             log.since(0)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         return best
 
     assert seconds(100_000) < 2.5 * seconds(50_000)
@@ -579,10 +579,10 @@ def test_d16_with_caching_off_allocation_costs_no_more_than_a_bare_free_list():
     def best(work) -> float:
         times = []
         for _ in range(15):
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(40):
                 work()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert best(ours) < 1.1 * best(bare)
