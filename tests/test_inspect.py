@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from blockmgr_integration import live_view
+from blockmgr_integration import inspect_page, live_view
 from blockmgr_integration.async_engine import AsyncEngine, EngineStopped
 from blockmgr_integration.commands.inspect import app
 from blockmgr_integration.engine import Engine
@@ -487,9 +487,26 @@ def test_a_page_of_100_000_blocks_is_small_and_drawn_quickly(tmp_path):
     assert colours[(86, 180, 233)] > 100_000 and colours[(243, 193, 95)] > 5000
 
 
-def test_a_deep_or_empty_tree_makes_a_page():
+@needs_chromium
+def test_deep_and_empty_trees_are_drawn(tmp_path):
     manager = BlockManager(4000, 4)
-    for depth in range(1, 120):  # a comb: every prompt leaves the one before a block further down
+    for depth in range(1, 400):  # a comb: every prompt leaves the one before a block further down
         manager.free(admitted(manager, [1] * (4 * depth) + [depth + 2] * 4))
-    assert embedded(page(picture(manager)))["picture"]["num_blocks"] == 4000
-    assert embedded(page(picture(BlockManager(1, 1))))["picture"]["blocks"] == []
+    empty, file = BlockManager(1, 1, caching=False), tmp_path / "page.html"
+    for looked_at, cached, words in ((manager, "798", "bars further down"), (empty, "0", "1 block of 1 token, 0 runs")):
+        file.write_text(page(picture(looked_at)))
+        dom = browse(file, "--dump-dom")
+        state = attributes(dom)
+        assert state["ready"] == "1" and state["cached"] == cached
+        assert words in dom[: dom.index('id="data"')]
+
+
+def test_a_large_picture_keeps_the_first_ids_of_each_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_page, "MOST_TOKENS", 40)
+    manager = BlockManager(64, 16)
+    admitted(manager, SYSTEM)
+    shown = picture(manager)
+    tokens = np.frombuffer(base64.b64decode(shown["tokens"]), "<i4")
+    assert shown["width"] == 4 and tokens[:8].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    (tmp_path / "cut.json").write_text(json.dumps(shown))
+    assert read(str(tmp_path / "cut.json")) == (shown, [])
