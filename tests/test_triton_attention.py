@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blockmgr_kernels import Plan, paged_attention
+from blockmgr_kernels import Plan, RangeError, paged_attention
 from blockmgr_kernels.testing_case import DEVICE, EAGER, Case, Row
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -183,13 +183,45 @@ def test_hostile_entries_within_a_rows_length_are_not_followed():
         torch.testing.assert_close(got.double(), shown.expected()[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_length_beyond_the_table_reads_no_further():
+@pytest.mark.parametrize("beyond", [50, 2**31 - 1 - 16])
+def test_a_length_beyond_the_table_reads_no_further(beyond):
     case = Case([Row(8, 1)], dim=16)
-    case.lengths[0] = 4 * case.tables.shape[1] + 50
+    case.lengths[0] = 4 * case.tables.shape[1] + beyond
     case.tables[0, 2:] = -1
-    got, _ = case.run(case.work(shared=False))
+    got, _ = case.run(Case([Row(8, 1)], dim=16).work(shared=False))
     shown = Case([Row(8, 1)], dim=16)
     torch.testing.assert_close(got.double(), shown.expected()[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_negative_length_sees_nothing():
+    case = Case([Row(8, 1)], dim=16)
+    case.lengths[0] = -(2**31)
+    out, lse = case.run(Case([Row(8, 1)], dim=16).work(shared=False))
+    assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
+
+
+def test_table_entries_of_64_bits_do_not_become_valid_ones(monkeypatch):
+    monkeypatch.setenv("BLOCKMGR_KERNELS", "triton")
+    case = Case([Row(12, 1)], dim=16)
+    pages = [x.to(DEVICE) for x in (case.query, case.keys, case.values)]
+    starts, lengths = (torch.from_numpy(x).to(DEVICE) for x in (case.starts, case.lengths))
+    out = []
+    for entry in (-1, 2**32 + int(case.tables[0, 1])):
+        tables = torch.from_numpy(case.tables).long().to(DEVICE)
+        tables[0, 1] = entry
+        with case.watch():
+            out.append(paged_attention(*pages, tables, starts, lengths, scale=0.2))
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("starts", [[1, 2], [0, 9], [0, -1]])
+def test_query_starts_that_leave_the_query_are_refused(monkeypatch, starts):
+    monkeypatch.setenv("BLOCKMGR_KERNELS", "triton")
+    case = Case([Row(12, 2)], dim=16)
+    pages = [x.to(DEVICE) for x in (case.query, case.keys, case.values)]
+    metadata = [torch.from_numpy(case.tables), torch.tensor(starts), torch.from_numpy(case.lengths)]
+    with pytest.raises(RangeError, match="must start at 0, not fall, and end within 2"):
+        paged_attention(*pages, *(x.to(DEVICE) for x in metadata), scale=0.2)
 
 
 def test_eager_items_cover_both_kinds():

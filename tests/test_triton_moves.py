@@ -158,3 +158,17 @@ def test_attention_over_a_pool_past_two_to_the_31_elements():
             scale=0.2, out=out, lse=lse, **case.scales,
         )  # fmt: skip
     case.compare((out, lse))
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1, 2**32 + 1])
+def test_blocks_that_do_not_exist_are_neither_read_nor_written(wrong):
+    """Nothing can raise on a device: the pair is skipped, and what would be read into host pages is zeros."""
+    pages = torch.randn(4, 4, 2, 8)
+    moved = pages.to(DEVICE)
+    copy_blocks(moved, torch.tensor([[wrong, 1], [2, wrong], [0, 3]]).to(DEVICE))
+    assert torch.equal(moved.cpu()[:3], pages[:3]) and torch.equal(moved.cpu()[3], pages[0])
+    host = torch.full((2, 4, 2, 8), 5.0)
+    gather_blocks(moved, torch.tensor([wrong, 0]).to(DEVICE), host)
+    assert torch.equal(host[0], torch.zeros(4, 2, 8)) and torch.equal(host[1], pages[0])
+    scatter_blocks(host, moved, torch.tensor([wrong, 1]).to(DEVICE))
+    assert torch.equal(moved.cpu()[1], pages[0]) and torch.equal(moved.cpu()[2], pages[2])

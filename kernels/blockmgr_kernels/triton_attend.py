@@ -12,8 +12,8 @@ one item is finished there; one with several leaves float32 partial results in s
 adds up in the order of the slots. Nothing depends on which other programs ran or when.
 
 Memory: block ids, slots, token and head numbers are 64 bits wide before they meet a stride. A table entry outside
-0..n_blocks-1 and a token behind the row's length are never followed. Heads whose size is no power of two are read as
-two pieces (576 = 512 + 64, 192 = 128 + 64, 80 = 64 + 16), not padded to the next one.
+0..n_blocks-1 and a token behind the row's length or its table are never followed. Heads whose size is no power of two
+are read as two pieces (576 = 512 + 64, 192 = 128 + 64, 80 = 64 + 16), not padded to the next one.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ def attend_items(  # type: ignore[no-untyped-def]
         slope = tl.load(alibi_ptr + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    # What anybody here sees of the stretch: up to the last query's own position, from the first one's window.
+    # What anybody here sees of the stretch: up to the last query's own position, from the first one's window. A length
+    # beyond the table is no reason to walk (or to overflow) on behind its end.
     stop = tl.minimum(tl.minimum(end, tl.load(lengths_ptr + row)), tl.max(position, 0) + 1)
+    stop = tl.minimum(stop, table_width * BLOCK_SIZE)
     start = begin
     if WINDOW > 0:
         oldest = tl.min(tl.where(mine, position, FAR), 0) - WINDOW + 1
@@ -94,7 +96,7 @@ def attend_items(  # type: ignore[no-untyped-def]
     for low in tl.range(start, stop, TILE, num_stages=STAGES):
         p = low + t
         logical = p // BLOCK_SIZE
-        known = (p < stop) & (logical < table_width)
+        known = p < stop
         block = tl.load(table + logical, mask=known, other=-1)
         known = known & (block >= 0) & (block < n_blocks)
         block64, inner = block.to(tl.int64), (p % BLOCK_SIZE).to(tl.int64)
@@ -160,9 +162,7 @@ def attend_items(  # type: ignore[no-untyped-def]
     out_row, part_row = out_ptr + at * out_t + head64 * out_h, part_ptr + place * DV
     mixed0 = mixed0 * weigh[:, None]
     inside = (v0 < DV)[None, :]
-    tl.store(
-        out_row[:, None] + v0[None, :] * out_d, mixed0.to(out_ptr.dtype.element_ty), mask=alone[:, None] & inside
-    )
+    tl.store(out_row[:, None] + v0[None, :] * out_d, mixed0.to(out_ptr.dtype.element_ty), mask=alone[:, None] & inside)
     tl.store(part_row[:, None] + v0[None, :], mixed0, mask=partial[:, None] & inside)
     if V1 > 0:
         mixed1 = mixed1 * weigh[:, None]

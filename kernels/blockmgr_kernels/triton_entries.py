@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import triton_items as items
 from .contract import QUANTISED_MAX, Metadata, Shape
+from .errors import RangeError
 from .forest import Plan
 from .triton_attend import attend_items, merge_parts
 from .triton_items import Work
@@ -27,6 +28,8 @@ CHUNK = 1024  # elements of a block that one program copies
 
 def _on(metadata: Metadata, device: torch.device, dtype: torch.dtype) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(metadata)) if isinstance(metadata, np.ndarray) else metadata
+    if dtype == torch.int32 and tensor.dtype == torch.int64:
+        tensor = tensor.clamp(-1, items.FAR)  # a number of more bits must not become a valid one of 32
     return tensor.to(device=device, dtype=dtype).contiguous()
 
 
@@ -145,12 +148,18 @@ def prepare(
     query [T, H, D] and the pages are looked at for their shapes and dtypes only. The Work stays right while lengths
     grow by decoding; make a new one when rows come or go, numbers of query tokens change, or `plan` does. With
     `deterministic` the plan is not used and nothing is split. `device` overrides what is known of the device.
+
+    Raises RangeError for query starts that don't start at 0, fall, or leave query; PlanError for a plan of another
+    number of rows.
     """
+    starts = _host(query_starts)
+    if starts[0] != 0 or starts[-1] > query.shape[0] or (np.diff(starts) < 0).any():
+        raise RangeError(f"query_starts {starts.tolist()} must start at 0, not fall, and end within {query.shape[0]}")
     kv_heads, dim = key_pages.shape[2], key_pages.shape[3]
     value_dim = value_pages.shape[3]
     group = query.shape[1] // kv_heads
     batch = items.Batch(
-        _host(query_starts), _host(lengths), group, kv_heads,
+        starts, _host(lengths), group, kv_heads,
         _moved(key_pages, value_pages) * key_pages.element_size(), group * (value_dim + 1) * 4, window,
     )  # fmt: skip
     if device is None:
@@ -242,7 +251,10 @@ def execute(
 
 
 def copy_blocks(pages: Tensor, pairs: Metadata) -> None:
-    """See dispatch.copy_blocks. Sources are read before anything is written: a first launch collects them."""
+    """See dispatch.copy_blocks. Sources are read before anything is written: a first launch collects them.
+
+    A pair whose source or destination names no block is skipped.
+    """
     where = _on(pairs, pages.device, torch.int32)
     if not len(where) or not pages.numel():
         return
@@ -250,7 +262,8 @@ def copy_blocks(pages: Tensor, pairs: Metadata) -> None:
     order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
     staging = torch.empty((len(where), *pages.shape[1:]), dtype=pages.dtype, device=pages.device)
     _copy(pages, staging, torch.stack([where[:, 0], order, tokens], 1))
-    _copy(staging, pages, torch.stack([order, where[:, 1], tokens], 1))
+    there = (where[:, 0] >= 0) & (where[:, 0] < len(pages))
+    _copy(staging, pages, torch.stack([torch.where(there, order, -1), where[:, 1], tokens], 1))
 
 
 def _copy(source: Tensor, into: Tensor, pairs: Tensor) -> None:
@@ -271,11 +284,11 @@ def _four(pages: Tensor) -> Tensor:
 
 
 def gather_blocks(pages: Tensor, blocks: Metadata, host: Tensor) -> None:
-    """See dispatch.gather_blocks: collected on the device, then moved in one copy."""
+    """See dispatch.gather_blocks: collected on the device, then moved in one copy. No such block: zeros."""
     where = _on(blocks, pages.device, torch.int32)
     if not len(where) or not pages.numel():
         return
-    staging = torch.empty(host.shape, dtype=pages.dtype, device=pages.device)
+    staging = torch.zeros(host.shape, dtype=pages.dtype, device=pages.device)
     order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
     _copy(pages, staging, torch.stack([where, order, torch.full_like(order, pages.shape[1])], 1))
     host.copy_(staging, non_blocking=host.is_pinned())
@@ -289,6 +302,3 @@ def scatter_blocks(host: Tensor, pages: Tensor, blocks: Metadata) -> None:
     staging = host.to(pages.device, non_blocking=host.is_pinned()).contiguous()
     order = torch.arange(len(where), dtype=torch.int32, device=pages.device)
     _copy(staging, pages, torch.stack([order, where, torch.full_like(order, pages.shape[1])], 1))
-
-
-

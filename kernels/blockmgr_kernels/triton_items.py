@@ -142,7 +142,7 @@ class _Stretches:
         counts = np.diff(starts)
         rows = np.arange(len(lengths))
         total = int(starts[-1]) if len(starts) else 0
-        self.owners = np.repeat(np.concatenate([[0], rows]), np.concatenate([starts[:1], counts]))
+        self.owners = np.repeat(rows, counts)
         if plan is None:
             self.order = np.arange(total)
             self.table, self.begin = rows, np.zeros(len(rows), np.int64)
@@ -295,4 +295,3 @@ def _ranges(first: Array, count: Array) -> Array:
 
 def _int32(array: Array) -> Tensor:
     return torch.from_numpy(array.astype(np.int32))
-
