@@ -1,0 +1,66 @@
+"""The mutation score: the list follows the code, the runner tells faults from none, and (nightly) all are caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from blockmgr_fuzz import mutation
+from blockmgr_fuzz.mutants import ALL, Mutant
+
+HANDFUL = ("pool: drop ignores fences", "tree: a cut run stays registered", "publication: half blocks are published")
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_every_fragment_occurs_once_and_the_mutant_compiles(mutant):
+    source = (mutation.package() / f"{mutant.module}.py").read_text()
+    assert source.count(mutant.old) == 1
+    assert mutant.new != mutant.old
+    compile(source.replace(mutant.old, mutant.new), mutant.module, "exec")
+
+
+def test_there_are_enough_faults_and_their_names_are_unique():
+    names = Counter(mutant.name for mutant in ALL)
+    assert len(names) == len(ALL) >= 60
+    assert len({mutant.module for mutant in ALL}) >= 12
+    assert all(mutant.why for mutant in ALL)
+
+
+def test_a_handful_of_faults_is_caught_within_a_bounded_budget():
+    # given three faults, and a change that is none
+    source = (mutation.package() / "pool.py").read_text()
+    line = next(line for line in source.splitlines() if "There is no null block" in line)
+    harmless = Mutant("pool: another comment", "pool", line, line + " ", "no fault")
+    mutants = [harmless, *(mutant for mutant in ALL if mutant.name in HANDFUL)]
+    told = []
+    # when they are planted
+    score = mutation.score(mutants, seconds=30, progress=told.append, rounds=1)
+    # then the faults are caught, and only they
+    assert score.survivors == [harmless.name]
+    assert score.figures()["planted"] == 1 + len(HANDFUL)
+    assert score.figures()["caught"] == len(HANDFUL)
+    assert [result.mutant for result in told] == mutants
+
+
+def test_a_mutant_that_runs_out_of_time_is_no_catch():
+    slow = Mutant("pool: slow", "pool", "MAX_BLOCKS = 2**31 - 1", "import time\ntime.sleep(60)\nMAX_BLOCKS = 1", "")
+    caught, how = mutation._attempt(slow, seconds=2, rounds=1)
+    assert not caught
+    assert how == "not caught in 2 s"
+
+
+def test_a_score_over_a_broken_manager_is_refused(monkeypatch):
+    monkeypatch.setattr(mutation, "_attempt", lambda mutant, seconds, rounds: (True, "ManagerMachine: broken"))
+    with pytest.raises(mutation.BrokenAlready, match="ManagerMachine: broken"):
+        mutation.score([])
+
+
+def test_a_fragment_that_is_gone_is_an_error(tmp_path):
+    (tmp_path / "pool.py").write_text("nothing of it\n")
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        mutation.plant(ALL[0], tmp_path)
+
+
+@pytest.mark.nightly
+def test_every_fault_is_caught():
+    assert mutation.score().survivors == []
