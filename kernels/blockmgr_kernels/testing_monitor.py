@@ -119,7 +119,10 @@ class Monitor:
 
         def watched_launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
             self._begin(dict(zip(executor.arg_names, args)) | kwargs)
-            return launch(executor, *args, **kwargs)
+            try:
+                return launch(executor, *args, **kwargs)
+            except interpreter.InterpreterError as error:
+                raise error.__cause__ if isinstance(error.__cause__, AddressFault) else error
 
         builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
         grid.__call__ = watched_launch
