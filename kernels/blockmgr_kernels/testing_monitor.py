@@ -122,7 +122,9 @@ class Monitor:
             try:
                 return launch(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
-                raise error.__cause__ if isinstance(error.__cause__, AddressFault) else error
+                if isinstance(error.__cause__, AddressFault):
+                    raise error.__cause__ from None
+                raise
 
         builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
         grid.__call__ = watched_launch
