@@ -18,8 +18,8 @@ from functools import wraps
 from typing import Any
 
 import hypothesis
+from hypothesis import Phase, settings
 from hypothesis import seed as seeded
-from hypothesis import settings
 from hypothesis.stateful import (
     INITIALIZE_RULE_MARKER,
     RULE_MARKER,
@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 from . import profiles
 
 ROUND = 50  # examples between two looks at the clock
+PHASES = (Phase.generate, Phase.shrink)  # what explains a failure takes longer than all else, and isn't shown
 
 Machine = type[RuleBasedStateMachine]
 
@@ -83,7 +84,7 @@ def run(
     with counting_events(machine, counts):
         while counts.failure is None and examples > 0:
             now = examples if end is None else min(examples, ROUND)
-            chosen = settings(profiles.NIGHTLY, max_examples=now, stateful_step_count=steps)
+            chosen = settings(profiles.NIGHTLY, max_examples=now, stateful_step_count=steps, phases=PHASES)
             if seed is not None:
                 seeded(seed + number)(counted)
             try:
@@ -118,9 +119,9 @@ def _counted(function: Callable[..., Any], marker: str, rule: Any, counts: Count
     plain = rule.function
 
     @wraps(plain)
-    def counted(self: RuleBasedStateMachine, **arguments: Any) -> Any:
+    def counted(*positional: Any, **arguments: Any) -> Any:
         counts.rules[plain.__name__] += 1
-        return plain(self, **arguments)
+        return plain(*positional, **arguments)
 
     counted.__dict__.update(vars(function))
     again = {name: getattr(rule, name) for name in ("targets", "arguments", "preconditions")}

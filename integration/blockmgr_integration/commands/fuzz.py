@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from blockmgr_fuzz import ManagerMachine, campaign, reproducer
+from blockmgr_fuzz import ManagerMachine, campaign, foreign, mutants, mutation, reproducer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -26,9 +25,9 @@ def fuzz(
     examples: Annotated[int | None, typer.Option(help="Random lives to try (default 200).")] = None,
     steps: Annotated[int, typer.Option(help="Most operations in each.")] = 50,
     seed: Annotated[int | None, typer.Option(help="Repeats a run; printed by every run.")] = None,
-    time: Annotated[str | None, typer.Option(help="Go on for so long: 60s, 5m, 1h.")] = None,
+    time: Annotated[str | None, typer.Option(help="Go on for so long: 60s, 5m, 1h; with --mutants: for each.")] = None,
     exhaustive: Annotated[bool, typer.Option(help="Visit every state of a tiny configuration.")] = False,
-    mutants: Annotated[bool, typer.Option(help="Plant faults in blockmgr; which are caught?")] = False,
+    planted: Annotated[bool, typer.Option("--mutants", help="Plant faults in blockmgr; which are caught?")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for reproducers.")] = Path(),
 ) -> int:
@@ -38,12 +37,12 @@ def fuzz(
             raise BadInput(f"--{name} {value}: must be at least 1")
     if seed is not None and seed < 0:
         raise BadInput(f"--seed {seed}: must be at least 0")
-    if exhaustive + mutants + (target is not None) > 1:
+    if exhaustive + planted + (target is not None) > 1:
         raise BadInput("--target, --exhaustive and --mutants exclude each other")
     seconds = None if time is None else duration(time)
     if exhaustive:
         figures, status = _exhaustive(seconds)
-    elif mutants:
+    elif planted:
         figures, status = _mutants(seconds)
     else:
         most = examples or (200 if seconds is None else sys.maxsize)
@@ -107,14 +106,15 @@ def _report(failure: BaseException, machine: campaign.Machine, make: str | None,
 
 
 def _foreign(target: str) -> tuple[campaign.Machine, str]:
-    raise BadInput(f"--target {target}: not there yet")
-
-
-def _part(name: str) -> Any:
+    """The state machine for a target, and the Python that makes it again."""
+    sys.path.insert(0, "")  # as `python -m` does: the target may lie in the current folder
+    module, _, name = target.partition(":")
     try:
-        return import_module(f"blockmgr_fuzz.{name}")
-    except ModuleNotFoundError as error:
-        raise BadInput(f"this installation of blockmgr_fuzz has no {error.name}") from error
+        machine = foreign.machine_for(foreign.load(target))
+    except ValueError as error:
+        raise BadInput(f"--{error}") from error
+    imports = f"from blockmgr_fuzz.foreign import machine_for\nfrom {module} import {name}"
+    return machine, f"{imports}\nmachine_for({name})"
 
 
 def _exhaustive(seconds: float | None) -> tuple[dict[str, object], int]:
@@ -122,4 +122,18 @@ def _exhaustive(seconds: float | None) -> tuple[dict[str, object], int]:
 
 
 def _mutants(seconds: float | None) -> tuple[dict[str, object], int]:
-    raise BadInput("--mutants: not there yet")
+    with _bar() as bar:
+        task = bar.add_task("planted faults", total=len(mutants.ALL))
+
+        def progress(result: mutation.Result) -> None:
+            bar.advance(task)
+            if not result.caught:
+                bar.print(f"survived: {result.mutant.name}")
+
+        try:
+            score = mutation.score(seconds=seconds or 30, progress=progress)
+        except mutation.BrokenAlready as error:
+            raise BadInput(str(error)) from error
+    figures = score.figures()
+    print(f"{figures['planted']} planted, {figures['caught']} caught, {len(score.survivors)} survived")
+    return figures, int(bool(score.survivors))
