@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
-from blockmgr_kernels import copy_blocks, gather_blocks, reference, scatter_blocks, triton_entries, write_kv
+from blockmgr_kernels import DtypeError, copy_blocks, gather_blocks, reference, scatter_blocks, triton_entries, write_kv
 from blockmgr_kernels.testing_case import DEVICE, Case, Row
 from blockmgr_kernels.testing_monitor import Monitor
 
@@ -72,6 +72,30 @@ def test_d24_quantised_writes(dtype):
     assert torch.equal(got[0].float(), want_keys.float()) and torch.equal(got[1].float(), want_values.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_infinities_saturate_and_nan_stays_nan_where_the_pages_have_it(dtype):
+    want, _, pages, _ = pools(dtype)
+    key = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30] * 4).view(1, 2, 8)
+    slots, scales = torch.tensor([5]), {"key_scales": torch.ones(2)}
+    reference.write_kv(key, None, want, None, slots, **scales)
+    moved = pages.to(DEVICE)
+    write_kv(key.to(DEVICE), None, moved, None, slots.to(DEVICE), key_scales=scales["key_scales"].to(DEVICE))
+    torch.testing.assert_close(moved.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_fp8_pages_are_refused_where_the_device_has_no_fp8(monkeypatch):
+    monkeypatch.setattr(triton_entries, "target", lambda device: "sm_80")
+    pages = pools(torch.float8_e4m3fn)[0].to(DEVICE)
+    with pytest.raises(DtypeError, match=r"float8_e4m3fn need sm_89 or later, .* is sm_80"):
+        write_kv(
+            torch.ones(1, 2, 8, device=DEVICE), None, pages, None, torch.tensor([0], device=DEVICE),
+            key_scales=torch.ones(2, device=DEVICE),
+        )  # fmt: skip
+    case = Case([Row(6, 1)], pages_dtype=torch.float8_e4m3fn)
+    with pytest.raises(DtypeError, match="sm_80"):
+        case.work(shared=False)
+
+
 @pytest.mark.parametrize("half", [4, 2])
 def test_rotary_on_the_way_to_the_pages(half):
     want_keys, want_values, *pages = pools()
@@ -81,6 +105,13 @@ def test_rotary_on_the_way_to_the_pages(half):
     got = write(pages, key, value, SLOTS, rotary=rotary)
     torch.testing.assert_close(got[0], want_keys)
     assert torch.equal(got[1], want_values)
+
+
+def test_rotary_of_another_dtype_is_refused():
+    key, angles = torch.zeros(4, 2, 8, device=DEVICE), torch.zeros(4, 4, dtype=torch.int64, device=DEVICE)
+    pages = pools()[0].to(DEVICE)
+    with pytest.raises(DtypeError, match="rotary cos and sin are torch.int64"):
+        write_kv(key, None, pages, None, SLOTS.to(DEVICE), rotary=(angles, angles))
 
 
 def test_keys_alone_and_rows_with_strides():

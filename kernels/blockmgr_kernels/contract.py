@@ -112,6 +112,10 @@ def check_write(
                 f"rotary cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must both be "
                 f"[{key.shape[0]}, half], half <= {key.shape[2] // 2}"
             )
+        if cos.dtype not in FLOATS or sin.dtype != cos.dtype:
+            raise DtypeError(f"rotary cos and sin are {cos.dtype} and {sin.dtype}, must be of one floating dtype")
+        if cos.device != key.device or sin.device != key.device:
+            raise DeviceError(f"rotary cos and sin on {cos.device} and {sin.device}, key on {key.device}")
 
 
 def _check_rows(rows: torch.Tensor, pages: torch.Tensor, name: str) -> None:
@@ -167,7 +171,7 @@ def check_attention(
         if array.dtype not in _INTEGERS:
             raise DtypeError(f"{name} are {array.dtype}, must be int32")
     shape = Shape(tokens, rows, heads, kv_heads, key_dim, value_pages.shape[3], num_blocks, block_size, width)
-    _check_options(shape, scale, window, soft_cap, sinks, alibi)
+    _check_options(shape, scale, window, soft_cap, sinks, alibi, query.device)
     if out is not None and (tuple(out.shape) != (tokens, heads, shape.value_dim) or out.device != query.device):
         raise ShapeError(f"out {tuple(out.shape)} on {out.device} must be [{tokens}, {heads}, {shape.value_dim}]")
     if plan is not None:
@@ -185,6 +189,7 @@ def _check_options(
     soft_cap: float,
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None,
+    device: torch.device,
 ) -> None:
     if not math.isfinite(scale):
         raise RangeError(f"scale {scale} must be finite")
@@ -195,6 +200,8 @@ def _check_options(
     for name, per_head in (("sinks", sinks), ("alibi", alibi)):
         if per_head is not None and tuple(per_head.shape) != (shape.heads,):
             raise ShapeError(f"{name} {tuple(per_head.shape)} must be [{shape.heads}]")
+        if per_head is not None and per_head.device != device:
+            raise DeviceError(f"{name} on {per_head.device}, query on {device}")
 
 
 def check_copy(pages: torch.Tensor, pairs: Metadata) -> None:

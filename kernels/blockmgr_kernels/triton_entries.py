@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import triton_items as items
 from .contract import QUANTISED_MAX, Metadata, Shape
-from .errors import RangeError
+from .errors import DtypeError, RangeError
 from .forest import Plan
 from .triton_attend import attend_items, merge_parts
 from .triton_items import Work
@@ -53,6 +53,12 @@ def target(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def _check_fp8(pages: Tensor) -> None:
+    chosen = target(pages.device)
+    if pages.dtype == torch.float8_e4m3fn and chosen.startswith("sm_") and int(chosen[3:]) < 89:
+        raise DtypeError(f"pages of {pages.dtype} need sm_89 or later, {pages.device} is {chosen}; int8 pages work")
+
+
 @lru_cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
@@ -69,6 +75,7 @@ def write_kv(
     rotary: tuple[Tensor, Tensor] | None,
 ) -> None:
     """See dispatch.write_kv."""
+    _check_fp8(key_pages)
     places = _on(slots, key_pages.device, torch.int64)
     _write(key, key_pages, places, key_scales, rotary)
     if value is not None and value_pages is not None:
@@ -150,8 +157,9 @@ def prepare(
     `deterministic` the plan is not used and nothing is split. `device` overrides what is known of the device.
 
     Raises RangeError for query starts that don't start at 0, fall, or leave query; PlanError for a plan of another
-    number of rows.
+    number of rows; DtypeError for fp8 pages on a device without fp8.
     """
+    _check_fp8(key_pages)
     starts = _host(query_starts)
     if starts[0] != 0 or starts[-1] > query.shape[0] or (np.diff(starts) < 0).any():
         raise RangeError(f"query_starts {starts.tolist()} must start at 0, not fall, and end within {query.shape[0]}")

@@ -38,8 +38,9 @@ def write_rows(  # type: ignore[no-untyped-def]
         x = x * cos[None, :] + tl.where(d < HALF, -1.0, 1.0)[None, :] * y * sin[None, :]
     if SCALED:
         x = x / tl.load(scales_ptr + head, mask=head < heads, other=1.0)[:, None]
-        x = tl.minimum(tl.maximum(x, -TOP), TOP)
+        x = tl.clamp(x, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one, where fp8 has it
         if INTEGER:
+            x = tl.where(x == x, x, 0.0)
             up = tl.floor(x + 0.5)
             tie = (up - x == 0.5) & (tl.floor(up * 0.5) * 2.0 != up)  # to the even neighbour
             x = tl.where(tie, up - 1.0, up)
