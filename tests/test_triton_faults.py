@@ -62,6 +62,11 @@ def long() -> None:
     Case([Row(150, 1, ("system", 64)), Row(90, 2, ("system", 64)), Row(40, 1)], dim=16).check()
 
 
+def uneven() -> None:
+    """A shared run whose length no number of splits divides."""
+    Case([Row(101, 1, ("a", 100)), Row(109, 1, ("a", 100))], size=100, dim=16).check()
+
+
 def tiles() -> None:
     """One program that walks several tiles."""
     Case([Row(150, 3)], dim=16).check(shared=False, settings={"deterministic": True})
@@ -322,8 +327,10 @@ FAULTS = [
     Fault("runs at one depth share slots", I, "used[at] += self.pieces[i]", "used[at] = self.pieces[i]", shared,
           ADDRESS),
     Fault("tokens share slots", I, "np.cumsum(several)", "np.cumsum(np.minimum(several, 1))", shared, ADDRESS),
-    Fault("splits overlap", I, "np.where(last, source.end[whole], begin + step[whole])",
-          "np.where(last, source.end[whole], begin + step[whole] + 1)", long, VALUES),
+    Fault("splits overlap", I, "np.where(last, source.end[whole], begin + self.step[whole])",
+          "np.where(last, source.end[whole], begin + self.step[whole] + 1)", long, VALUES),
+    Fault("more pieces than cuts leave", I, "self.pieces = -(-length // self.step)", "self.pieces = pieces", uneven,
+          VALUES),
     Fault("prefill tiles overlap", I, "skipped = tile * fit[origin]", "skipped = tile * (fit[origin] - 1)", prefill,
           ADDRESS),
     Fault("graph: items of the last batch", I, "self.items.zero_()", "", padded_graph, ADDRESS),

@@ -60,6 +60,18 @@ def test_long_contexts_of_few_rows_are_split_and_many_rows_are_not():
     assert len(make(one, None, H200, split=False).items) == 1
 
 
+@pytest.mark.parametrize("shared", [1_008, 1_504, 2_320, 4_112])
+def test_pieces_of_a_run_cover_it_once(shared):
+    """Runs that are no multiple of the smallest split: none of the pieces reaches behind the run's end."""
+    batch, planned = decode(32, shared, 16)
+    for processors in (8, 33, 132, 1_000):
+        work = make(batch, planned, Device((16, 64, 256), processors))
+        pieces = sorted(tuple(item[1:3]) for item in work.items.tolist() if item[2] != FAR)
+        ends = [0, *(end for _, end in pieces)]
+        assert [begin for begin, _ in pieces] == ends[:-1] and ends[-1] == shared
+        assert all(begin < end for begin, end in pieces)
+
+
 def test_prefill_is_cut_into_tiles_of_query_tokens():
     batch = Batch(np.array([0, 1000]), np.array([1000]), **LLAMA)
     work = make(batch, None, H200)

@@ -110,7 +110,7 @@ def test_rotary_on_the_way_to_the_pages(half):
 def test_rotary_of_another_dtype_is_refused():
     key, angles = torch.zeros(4, 2, 8, device=DEVICE), torch.zeros(4, 4, dtype=torch.int64, device=DEVICE)
     pages = pools()[0].to(DEVICE)
-    with pytest.raises(DtypeError, match="rotary cos and sin are torch.int64"):
+    with pytest.raises(DtypeError, match=r"rotary cos and sin are torch\.int64"):
         write_kv(key, None, pages, None, SLOTS.to(DEVICE), rotary=(angles, angles))
 
 

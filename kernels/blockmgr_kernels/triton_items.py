@@ -219,7 +219,11 @@ class _Cut:
     """Stretches cut to items."""
 
     def __init__(self, source: _Stretches, pieces: Array) -> None:
-        self.source, self.pieces = source, pieces
+        self.source = source
+        # Cuts lie at multiples of the smallest split from the stretch's begin; as many pieces as these leave.
+        length, unit = np.maximum(source.known - source.begin, 1), source.device.min_split
+        self.step = -(-length // (pieces * unit)) * unit
+        self.pieces = -(-length // self.step)
 
     def ordinals(self) -> tuple[Array, Array]:
         """First slot ordinal of each stretch; slots of each query token (by place in `order`).
@@ -243,16 +247,12 @@ class _Cut:
         source, group = self.source, self.source.batch.group
         wide = source.widths()
         ordinal, used = self.ordinals()
-        # Pieces along KV, cut at multiples of the smallest split from the stretch's begin.
+        # Pieces along KV.
         whole = np.repeat(np.arange(len(self.pieces)), self.pieces)
         number = np.arange(len(whole)) - np.repeat(np.cumsum(self.pieces) - self.pieces, self.pieces)
-        length = np.maximum(source.known - source.begin, 1)
-        unit = source.device.min_split
-        step = np.maximum(-(-length // (self.pieces * unit)) * unit, unit)
-        begin = source.begin[whole] + number * step[whole]
+        begin = source.begin[whole] + number * self.step[whole]
         last = number == self.pieces[whole] - 1
-        end = np.where(last, source.end[whole], begin + step[whole])
-        begin = np.minimum(begin, FAR)
+        end = np.where(last, source.end[whole], begin + self.step[whole])
         # Tiles along the query tokens.
         packed = {m: packing(group, m)[0] for m in source.device.widths}
         fit = np.array([m // packed[int(m)] for m in wide], np.int64)
