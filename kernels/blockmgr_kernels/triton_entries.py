@@ -285,7 +285,9 @@ def _copy(source: Tensor, into: Tensor, pairs: Tensor) -> None:
 
 
 def _four(pages: Tensor) -> Tensor:
-    """Pages [N, B, ...] as a view [N, B, X, Y]: trailing dimensions joined, or ones added."""
+    """Pages [N, B, ...] as a view [N, B, X, Y]: trailing dimensions joined, or ones added; fp8 as bytes."""
+    if pages.dtype == torch.float8_e4m3fn:
+        pages = pages.view(torch.int8)  # Triton has no fp8 zero for the lanes that load nothing
     if pages.dim() > 4:
         return pages.flatten(2, -2) if pages[0].is_contiguous() else pages.view(*pages.shape[:2], -1, pages.shape[-1])
     return pages.view(*pages.shape[:2], *([1] * (4 - pages.dim())), *pages.shape[2:])
