@@ -6,10 +6,13 @@ split along KV. Where there is a GPU the same tests run compiled.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from blockmgr_kernels import Plan, RangeError, paged_attention
 from blockmgr_kernels.testing_case import DEVICE, EAGER, Case, Row
+from blockmgr_kernels.testing_monitor import Monitor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SYSTEM, TOOL, OTHER = ("system", 8), ("tool", 4), ("other", 8)
@@ -49,11 +52,35 @@ def test_d23_rows_without_keys_and_tokens_without_rows_give_zeros(monkeypatch):
     case = Case([Row(6, 2), Row(0, 1)])
     query = torch.cat([case.query, case.query[:2]]).to(DEVICE)
     metadata = [torch.from_numpy(x).to(DEVICE) for x in (case.tables, case.starts, case.lengths)]
-    out, lse = paged_attention(
-        query, case.keys.to(DEVICE), case.values.to(DEVICE), *metadata, scale=0.2, return_lse=True,
-        sinks=torch.zeros(4, device=DEVICE),
-    )  # fmt: skip
+    with case.watch():
+        out, lse = paged_attention(
+            query, case.keys.to(DEVICE), case.values.to(DEVICE), *metadata, scale=0.2, return_lse=True,
+            sinks=torch.zeros(4, device=DEVICE),
+        )  # fmt: skip
     assert torch.equal(out[2:].cpu(), torch.zeros(3, 4, 32)) and bool((lse[2:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "blocks", "width"), [(0, 0, 3, 3), (2, 0, 3, 3), (2, 1, 3, 0), (2, 1, 0, 3)]
+)
+def test_d23_batches_of_nothing(monkeypatch, tokens, rows, blocks, width):
+    """No query tokens, no rows, tables of no width, a pool of no blocks."""
+    monkeypatch.setenv("BLOCKMGR_KERNELS", "triton")
+    pages = torch.full((blocks, 4, 2, 16), torch.nan, device=DEVICE)
+    metadata = [torch.zeros(rows, width), torch.tensor([0, tokens][: rows + 1]), torch.full((rows,), 6)]
+    with Monitor() if DEVICE.type == "cpu" else nullcontext():
+        out, lse = paged_attention(
+            torch.ones(tokens, 4, 16, device=DEVICE), pages, pages.clone(),
+            *(x.to(DEVICE, torch.int32) for x in metadata), scale=0.2, return_lse=True,
+        )  # fmt: skip
+    assert out.shape == (tokens, 4, 16) and not out.any() and bool((lse == -torch.inf).all())
+
+
+def test_d23_more_query_tokens_than_the_row_is_long():
+    case = Case([Row(17, 1, ("a", 8)), Row(9, 9, ("a", 8))], dim=16)
+    case.lengths[1] = 4  # positions -5 .. 3: the first five see nothing
+    out = case.check()
+    assert not out[1:6].any() and bool(out[6:].any(2).all())
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])

@@ -76,7 +76,8 @@ def write_kv(
     key_scales, value_scales float32 [KVH], for quantised pages: what is stored is x / scale, saturated and rounded.
     rotary = (cos, sin), each [T, half]: keys are rotated on the way, elements i and i + half (RoFormer, 2104.09864).
 
-    Raises ShapeError, DtypeError, DeviceError; RangeError for a slot outside -1..N*B-1, before anything is written
+    Raises ShapeError, DtypeError (also for float8_e4m3fn pages on NVIDIA devices before sm_89, which lack it),
+    DeviceError; RangeError for a slot outside -1..N*B-1, before anything is written
     (on a GPU such a slot writes nothing).
     """
     check_write(key, value, key_pages, value_pages, slots, key_scales, value_scales, rotary)

@@ -4,6 +4,14 @@ On a GPU metadata are tensors on the same device; under TRITON_INTERPRET=1 every
 be numpy. `paged_attention` looks at query starts and lengths on the host, which stops a GPU for a moment. A serving
 loop avoids that: it calls `prepare` once a step (or once per change of the batch) and `execute` in every layer, with
 the same Work; execute never synchronises and, given `scratch`, never allocates, so it can be captured in a graph.
+
+A graph replays grids and addresses as they were, so its Work has room for the largest batch, padded:
+
+    room = prepare(...).reserve(items=512, tokens=64, partials=2048, widths=device_widths(128, target(device)))
+    parts = scratch(room, heads, value_dim, device)
+    with torch.cuda.graph(graph):
+        execute(room, ..., parts=parts)              # the tensors of the batch stay where they are, too
+    room.fill(prepare(...)); graph.replay()          # each step; fill raises RangeError where there is no room
 """
 
 from __future__ import annotations
