@@ -11,6 +11,7 @@ from ..options import OneLineErrors
 BENCHMARKS = {
     "overhead": ("overhead", "cli", "What a block manager costs a serving loop, without any model."),
     "attention": ("attention", "demo", "CPU attention: plain, forest, and gather + SDPA."),
+    "shared-prompt": ("shared_prompt", "demo", "Throughput and latency with shared prompts, cache off and on."),
     "pressure": ("pressure", "demo", "Policies for a pool that is too small."),
 }
 
