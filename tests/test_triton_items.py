@@ -129,3 +129,61 @@ def test_scratch_is_reused_between_layers():
     parts = triton_entries.scratch(work, 4, 16, DEVICE)
     for _ in range(2):
         case.compare(case.run(work, parts=parts))
+
+
+def any_tree(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """(tables, starts, lengths, block size) of rows that share prefixes up to three levels deep."""
+    random = np.random.default_rng(seed)
+    size, rows = int(random.choice([1, 3, 16, 64, 100])), int(random.integers(1, 40))
+    levels = [random.integers(0, 2_500 // size, 4) for _ in range(3)]
+    paths = random.integers(0, 4, (rows, 3))
+    lengths, tables, numbers = [], [], {}
+    for row, path in enumerate(paths):
+        names = [(*path[: depth + 1], i) for depth in range(3) for i in range(levels[depth][path[depth]])]
+        length = len(names) * size + int(random.integers(0, 700))
+        names += [("own", row, i) for i in range(len(names), -(-length // size))]
+        tables.append([numbers.setdefault(name, len(numbers)) for name in names])
+        lengths.append(length)
+    table = np.full((rows, max(1, *map(len, tables))), -1, np.int32)
+    for row, entries in enumerate(tables):
+        table[row, : len(entries)] = entries
+    counts = np.minimum(random.choice([0, 1, 1, 1, 4, 300], rows), lengths)
+    return table, np.concatenate([[0], np.cumsum(counts)]), np.array(lengths), size
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(10, 60))]
+)
+def test_items_cover_what_every_query_token_sees_once(seed):
+    """By its own row's blocks, whatever row's table they are read through; each piece in a slot of its own."""
+    tables, starts, lengths, size = any_tree(seed)
+    group = 1 + seed % 7
+    batch = Batch(starts, lengths, group, 8, 512, group * 129 * 4)
+    planned = plan(tables, lengths, size, min_saved_tokens=1)
+    for device in (H200, H200._replace(processors=1_000, worth=0.0), Device((16,), 8, worth=0.0)):
+        for work in (
+            make(batch, planned, device),
+            make(batch, planned, device, split=False),
+            make(batch, None, device),
+        ):
+            spans = [[] for _ in range(int(starts[-1]))]
+            slots, tokens = work.slots.numpy(), work.tokens.numpy()
+            for row, begin, end, first, count, ordinal in work.items.numpy()[:, :6].tolist():
+                for token in tokens[first : first + count].tolist():
+                    spans[token].append((begin, end, row, ordinal))
+            for token, seen in enumerate(spans):
+                owner = int(work.owners[token])
+                assert starts[owner] <= token < starts[owner + 1]
+                seen.sort()
+                at = 0
+                for begin, end, row, _ in seen:
+                    end = min(end, int(lengths[owner]))
+                    assert begin == at and (end > begin or end == lengths[owner])
+                    blocks = slice(begin // size, -(-end // size))
+                    assert end <= begin or np.array_equal(tables[row, blocks], tables[owner, blocks])
+                    at = max(end, begin)
+                assert at == lengths[owner], "the last one reaches the row's end"
+                if len(seen) > 1:
+                    assert [ordinal for *_, ordinal in seen] == list(range(slots[token + 1] - slots[token]))
+                else:
+                    assert slots[token] == slots[token + 1]
