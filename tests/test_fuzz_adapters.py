@@ -80,10 +80,22 @@ def test_a_target_that_is_none(target):
         foreign.load(target)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_vllm_survives():
-    factory = foreign.load("blockmgr_fuzz.adapters.vllm:factory")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["factory", "delayed"])
+def test_vllm_survives(name):
+    factory = foreign.load(f"blockmgr_fuzz.adapters.vllm:{name}")
     assert campaign.run(machine_for(factory), examples=100, seed=1).failure is None
+
+
+@needs_vllm
+def test_vllm_publishes_what_a_withdrawn_request_never_computed():
+    """The bug listed in docs/fuzzing.md; a vLLM in which it is repaired fails here, and the list is out of date."""
+    factory = foreign.load("blockmgr_fuzz.adapters.vllm:preempting")
+    with pytest.raises(AssertionError, match="somebody else's KV, None"):
+        run_state_machine_as_test(machine_for(factory), settings=SEARCH)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")

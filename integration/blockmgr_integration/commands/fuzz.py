@@ -6,10 +6,11 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from blockmgr_fuzz import ManagerMachine, campaign, foreign, mutants, mutation, reproducer
+from hypothesis.stateful import RuleBasedStateMachine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,7 +22,9 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @app.command()
 def fuzz(
-    target: Annotated[str | None, typer.Option(help="package.module:factory of a foreign manager.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="package.module:factory of a foreign manager, or a state machine.")
+    ] = None,
     examples: Annotated[int | None, typer.Option(help="Random lives to try (default 200).")] = None,
     steps: Annotated[int, typer.Option(help="Most operations in each.")] = 50,
     seed: Annotated[int | None, typer.Option(help="Repeats a run; printed by every run.")] = None,
@@ -105,14 +108,17 @@ def _report(failure: BaseException, machine: campaign.Machine, make: str | None,
     print(f"reproducer{'' if alike else ', which does NOT fail in the same way here'}: {path}")
 
 
-def _foreign(target: str) -> tuple[campaign.Machine, str]:
+def _foreign(target: str) -> tuple[campaign.Machine, str | None]:
     """The state machine for a target, and the Python that makes it again."""
     sys.path.insert(0, "")  # as `python -m` does: the target may lie in the current folder
     module, _, name = target.partition(":")
     try:
-        machine = foreign.machine_for(foreign.load(target))
+        found: Any = foreign.load(target)
     except ValueError as error:
         raise BadInput(f"--{error}") from error
+    if isinstance(found, type) and issubclass(found, RuleBasedStateMachine):
+        return found, None
+    machine = foreign.machine_for(found)
     imports = f"from blockmgr_fuzz.foreign import machine_for\nfrom {module} import {name}"
     return machine, f"{imports}\nmachine_for({name})"
 
