@@ -7,7 +7,7 @@ They arrive as a Poisson process (`--rate`), or the next one enters when fewer t
 
 Cache off and on take turns in one run, so their ratio does not depend on how fast the machine is; figures are
 medians over `--repeat` rounds. All runs must generate the same tokens (float32, greedy). Text is the demo's; the
-first token of every prefix is unlike all others, so what isn't shared by intent isn't shared by accident.
+first token of every prefix and suffix is unlike all others, so what isn't shared by intent isn't by accident.
 
 This module serves and compares. The cost of a block size is measured in block_sizes.py, plots are in
 shared_plots.py.
@@ -110,7 +110,7 @@ def make_prompts(tokenizer: Any, vocabulary: int, config: Config) -> list[list[i
     chance = np.random.default_rng(config.seed)
     count = config.requests
     text = tokenizer(system_prompt(), add_special_tokens=False)["input_ids"]
-    marks = chance.choice(vocabulary, config.prefixes + count, replace=False).tolist()
+    marks = chance.choice(vocabulary, config.prefixes + 2 * count, replace=False).tolist()
     starts = chance.integers(len(text), size=len(marks)).tolist()
 
     def prefix(which: int) -> list[int]:
@@ -124,7 +124,7 @@ def make_prompts(tokenizer: Any, vocabulary: int, config: Config) -> list[list[i
     prompts = []
     for number, (suffix, length) in enumerate(zip(suffixes, lengths)):
         closing = min(8, length // 2)  # the chat template's, at the end
-        cut = suffix[: length - closing] + suffix[high - closing :]
+        cut = [marks[-1 - number], *suffix[1 : length - closing], *suffix[high - closing :]]
         prompts.append(prefix(number % config.prefixes if sharing[number] else config.prefixes + number) + cut)
     return prompts
 
@@ -390,10 +390,10 @@ def _check_fits(model: Any, config: Config) -> None:
     if needed > config.pool:
         raise BadInput(f"--num-blocks {config.num_blocks}: a request needs {needed} blocks of {config.block_size}")
     vocabulary = model.get_input_embeddings().num_embeddings
-    if config.prefixes + config.requests > vocabulary:
+    if config.prefixes + 2 * config.requests > vocabulary:
         raise BadInput(
-            f"{config.prefixes} prefixes and {config.requests} requests: together at most {vocabulary}, "
-            "the model's vocabulary"
+            f"{config.prefixes} prefixes and {config.requests} requests: prefixes and twice the requests must be at "
+            f"most {vocabulary}, the model's vocabulary"
         )
 
 
@@ -430,8 +430,8 @@ def _print(console: Console, measured: list[Measured], sweep: str, best: int | N
             )  # fmt: skip
     console.print(table)
     console.print(
-        "TTFT: time to first token (mean, p50, p95). ITL: time between tokens. peak: most blocks leased; saved: how many "
-        "more it would have been without sharing. on/off: throughput."
+        "TTFT: time to first token (mean, p50, p95). ITL: time between tokens. peak: most blocks leased; saved: how "
+        "many more it would have been without sharing. on/off: throughput."
     )
     if best is None:
         return
