@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from blockmgr_integration import cli, weights  # noqa: E402
 from blockmgr_integration.bench import shared_prompt  # noqa: E402
 from blockmgr_integration.bench.block_sizes import StepCost, measure_steps, recommend  # noqa: E402
-from blockmgr_integration.bench.shared_prompt import Config, arrivals, make_prompts  # noqa: E402
+from blockmgr_integration.bench.shared_workload import Config, arrivals, make_prompts  # noqa: E402
 from blockmgr_integration.runner import ModelRunner  # noqa: E402
 
 BASE = Config(

@@ -1,23 +1,17 @@
 """`blockmgr bench shared-prompt`: serving throughput when prompts begin alike, with the prefix cache off and on.
 
-Requests: `--requests` prompts of a prefix and a suffix of their own. `--shared` percent of them begin with one of
-`--prefixes` common prefixes, the others with a prefix of the same length that nobody else has, so the work without a
-cache is the same at any share. Suffix lengths are uniform in suffix-len * (1 - range-ratio) .. (1 + range-ratio).
-They arrive as a Poisson process (`--rate`), or the next one enters when fewer than `--concurrency` run.
-
 Cache off and on take turns in one run, so their ratio does not depend on how fast the machine is; figures are
-medians over `--repeat` rounds. All runs must generate the same tokens (float32, greedy). Text is the demo's; the
-first token of every prefix and suffix is unlike all others, so what isn't shared by intent isn't by accident.
+medians over `--repeat` rounds. All runs must generate the same tokens (float32, greedy).
 
-This module serves and compares. The cost of a block size is measured in block_sizes.py, plots are in
-shared_plots.py.
+This module serves and compares. The requests are made in shared_workload.py, the cost of a block size is measured
+in block_sizes.py, plots are in shared_plots.py.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median, median_low
@@ -38,44 +32,12 @@ from ..engine import Engine
 from ..figures import PeakWatch
 from ..options import BadInput
 from ..packed import pack_linear_layers
-from ..prompts import shared_prefix_prompts, system_prompt
 from ..runner import ModelRunner
 from ..scheduler import Plan, Request
 from .block_sizes import SIZES, StepCost, measure_steps, recommend
+from .shared_workload import Config, arrivals, make_prompts
 
 SHARES = (0, 25, 50, 75, 100)
-
-
-@dataclass(frozen=True)
-class Config:
-    """What is served and how; the names are those of the options. rate 0: none, concurrency counts (and vice versa)."""
-
-    prefixes: int
-    prefix_len: int
-    suffix_len: int
-    range_ratio: float
-    output_len: int
-    requests: int
-    rate: float
-    concurrency: int
-    block_size: int
-    shared: float
-    token_budget: int
-    num_blocks: int
-    seed: int
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a request, its output included."""
-        return self.prefix_len + int(self.suffix_len * (1 + self.range_ratio)) + self.output_len
-
-    @property
-    def pool(self) -> int:
-        """Blocks in the pool: `num_blocks`, or enough for all live requests without sharing and the prefixes."""
-        live = min(self.concurrency, self.requests) if self.concurrency else self.requests
-        return self.num_blocks or live * -(-self.longest // self.block_size) + self.prefixes * (
-            -(-self.prefix_len // self.block_size)
-        )
 
 
 @dataclass(frozen=True)
@@ -103,37 +65,6 @@ class Result:
     peak_blocks_unshared: int
     blocks_saved: int
     tail_waste_tokens: int
-
-
-def make_prompts(tokenizer: Any, vocabulary: int, config: Config) -> list[list[int]]:
-    """Token ids of all requests in order of arrival; the same for the same configuration."""
-    chance = np.random.default_rng(config.seed)
-    count = config.requests
-    text = tokenizer(system_prompt(), add_special_tokens=False)["input_ids"]
-    marks = chance.choice(vocabulary, config.prefixes + 2 * count, replace=False).tolist()
-    starts = chance.integers(len(text), size=len(marks)).tolist()
-
-    def prefix(which: int) -> list[int]:
-        body = [text[(starts[which] + i) % len(text)] for i in range(config.prefix_len - 1)]
-        return [marks[which], *body]
-
-    sharing = chance.permutation(count) < round(count * config.shared / 100)
-    low, high = (int(config.suffix_len * (1 + sign * config.range_ratio)) for sign in (-1, 1))
-    lengths = chance.integers(max(1, low), high, size=count, endpoint=True).tolist()
-    suffixes = shared_prefix_prompts(tokenizer, count, 0, high, config.seed).ids
-    prompts = []
-    for number, (suffix, length) in enumerate(zip(suffixes, lengths)):
-        closing = min(8, length // 2)  # the chat template's, at the end
-        cut = [marks[-1 - number], *suffix[1 : length - closing], *suffix[high - closing :]]
-        prompts.append(prefix(number % config.prefixes if sharing[number] else config.prefixes + number) + cut)
-    return prompts
-
-
-def arrivals(config: Config) -> list[float]:
-    """Seconds from the start at which requests arrive: a Poisson process of `rate` per second, the first at 0."""
-    gaps = np.random.default_rng(config.seed).exponential(1 / config.rate, config.requests)
-    gaps[0] = 0
-    return list(np.cumsum(gaps))
 
 
 class StepWatch:
@@ -344,7 +275,7 @@ def command(
     return 0 if identical else 1
 
 
-def _at_least(limit: int, values: dict[str, float]) -> None:
+def _at_least(limit: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         if value < limit:
             raise BadInput(f"--{name} {value:g}: must be at least {limit}")
