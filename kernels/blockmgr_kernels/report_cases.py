@@ -53,10 +53,11 @@ CASES = (
     Case(576, value_dim=512, latent=True, group=16),
     Case(128, options=True),
     Case(128, FP16, FP16),
-    Case(64, FP32, FP32),
+    *(Case(dim, FP32, FP32) for dim in (64, 96)),
     Case(128, FP32, FP32, parts=("attend", "write", "copy")),
     Case(256, FP32, FP32),
     Case(576, FP32, FP32, value_dim=512, latent=True, group=16),
+    Case(128, BF16, FP32),
     Case(128, FP8, parts=("attend", "write", "copy")),
     Case(128, INT8, parts=("attend", "write")),
     Case(256, FP8),
@@ -136,7 +137,7 @@ def _run(case: Case, target: str) -> None:
     values = keys[..., :value_dim] if case.latent else torch.zeros_like(keys)
     scales = torch.ones(kv_heads) if case.pages in (FP8, INT8) else None
     heads = kv_heads * case.group
-    for width in device_widths(case.dim, target):
+    for width in device_widths(case.dim, target, max(case.pages.itemsize, case.query.itemsize)):
         # Two rows, so that a plan of one split makes partial results; as many query tokens as fill a tile.
         tokens = max(1, width // case.group)
         query = torch.zeros((2 * tokens, heads, case.dim), dtype=case.query)

@@ -59,20 +59,21 @@ class Processor:
     granule: int
     shared: int
     warps: int
+    block_shared: int  # bytes of shared memory that one block may have
     blocks: int = 32
 
 
 PROCESSORS = {
-    "sm_80": Processor(65536, 8, 164 << 10, 64),
-    "sm_89": Processor(65536, 8, 100 << 10, 48, 24),
-    "sm_90": Processor(65536, 8, 228 << 10, 64),
-    "sm_100": Processor(65536, 8, 228 << 10, 64),
-    "sm_120": Processor(65536, 8, 100 << 10, 48, 24),
-    "gfx90a": Processor(512, 8, 64 << 10, 32),
-    "gfx942": Processor(512, 8, 64 << 10, 32),
-    "gfx950": Processor(512, 8, 160 << 10, 32),
-    "gfx1100": Processor(1536, 24, 128 << 10, 64),
-    "gfx1201": Processor(1536, 24, 128 << 10, 64),
+    "sm_80": Processor(65536, 8, 164 << 10, 64, 163 << 10),
+    "sm_89": Processor(65536, 8, 100 << 10, 48, 99 << 10, 24),
+    "sm_90": Processor(65536, 8, 228 << 10, 64, 227 << 10),
+    "sm_100": Processor(65536, 8, 228 << 10, 64, 227 << 10),
+    "sm_120": Processor(65536, 8, 100 << 10, 48, 99 << 10, 24),
+    "gfx90a": Processor(512, 8, 64 << 10, 32, 64 << 10),
+    "gfx942": Processor(512, 8, 64 << 10, 32, 64 << 10),
+    "gfx950": Processor(512, 8, 160 << 10, 32, 160 << 10),
+    "gfx1100": Processor(1536, 24, 128 << 10, 64, 64 << 10),
+    "gfx1201": Processor(1536, 24, 128 << 10, 64, 64 << 10),
 }
 
 
@@ -143,12 +144,14 @@ def row(launch: Launch, target: str) -> Row:
     kernel = compiled(launch, target)
     read = _nvidia if target.startswith("sm_") else _amd
     registers, spills, code, table = read(kernel)
+    warps, shared = int(kernel.metadata.num_warps), int(kernel.metadata.shared)
+    if shared > PROCESSORS[target].block_shared:
+        raise RuntimeError(f"{shared} bytes of shared memory, {target} has {PROCESSORS[target].block_shared} a block")
     counts: dict[str, Any] = {name: len(re.findall(pattern, code)) for name, pattern in table.items()}
     units = sorted({m.group(0).removeprefix("v_") for m in re.finditer(table["tensor_core"], code)})
-    warps, shared = int(kernel.metadata.num_warps), int(kernel.metadata.shared)
     return Row(
-        str(kernel.metadata.name), launch.config, target, warps, int(kernel.metadata.num_stages), registers, spills,
-        shared, occupancy(target, registers, shared, warps), units=units, **counts,
+        str(kernel.metadata.name), launch.config, target, warps, int(launch.arguments.get("STAGES", 1)), registers,
+        spills, shared, occupancy(target, registers, shared, warps), units=units, **counts,
     )  # fmt: skip
 
 

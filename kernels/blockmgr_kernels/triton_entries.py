@@ -179,7 +179,8 @@ def prepare(
         _moved(key_pages, value_pages) * key_pages.element_size(), group * (value_dim + 1) * 4, window,
     )  # fmt: skip
     if device is None:
-        device = items.Device(device_widths(max(dim, value_dim), target(query.device)), _processors(query.device))
+        widths = device_widths(max(dim, value_dim), target(query.device), _itemsize(query, key_pages))
+        device = items.Device(widths, _processors(query.device))
     if deterministic:
         device = device._replace(widths=device.widths[-2:-1] or device.widths)  # one tile for all: a prefill's
     work = items.make(batch, None if deterministic else plan, device, split=not deterministic)
@@ -193,6 +194,11 @@ def _latent(key_pages: Tensor, value_pages: Tensor) -> bool:
         and key_pages.stride() == value_pages.stride()
         and split(key_pages.shape[3]).main == value_pages.shape[3]
     )
+
+
+def _itemsize(query: Tensor, pages: Tensor) -> int:
+    """What tiles depend on: pages are converted to the queries' dtype, in which products are formed."""
+    return max(query.element_size(), pages.element_size())
 
 
 def _moved(key_pages: Tensor, value_pages: Tensor) -> int:
@@ -245,7 +251,7 @@ def execute(
     lse_at = part_lse if lse is None else lse
     for m, first, end in work.widths:
         packed, chunks = packing(group, m)
-        shape = tile(m, max(dim, value_dim), key_pages.element_size(), chosen)
+        shape = tile(m, max(dim, value_dim), _itemsize(query, key_pages), chosen)
         attend_items[(end - first, kv_heads * chunks)](
             query, key_pages, value_pages, block_tables, query_starts, lengths,
             work.items[first:end], work.tokens, work.owners, work.slots,

@@ -47,23 +47,32 @@ def packing(group: int, m: int) -> tuple[int, int]:
     return packed, -(-group // packed)
 
 
-def device_widths(dim: int, target: str) -> tuple[int, ...]:
-    """Rows of the packed tiles that a device executes, ascending; `dim` is the larger of keys' and values' heads."""
+def device_widths(dim: int, target: str, itemsize: int = 2) -> tuple[int, ...]:
+    """Rows of the packed tiles that a device executes, ascending; `dim` is the larger of keys' and values' heads.
+
+    `itemsize`: the larger of that of queries and of pages.
+    """
     if dim > 256:
         return (16,)
+    if itemsize == 4:
+        return (16, 32)  # float32 is multiplied without tensor cores on NVIDIA: operands lie in registers
     if dim > 128:
         return (16, 64)
-    return (16, 64, 128) if target.startswith("sm_10") else (16, 64, 256)
+    return (16, 64, 256) if target == "sm_90" or target.startswith("gfx") else (16, 64, 128)
 
 
 def tile(m: int, dim: int, itemsize: int, target: str) -> Tile:
-    """Configuration for tiles of m rows; `dim` is the larger of keys' and values' heads, `itemsize` that of pages."""
-    amd = target.startswith("gfx")
-    tokens = 64 if dim <= 128 and m <= 64 else 32
+    """Configuration for tiles of m rows; `dim` and `itemsize` as for device_widths."""
+    if target.startswith("gfx"):
+        if dim > 256:
+            return Tile(m, 16, 8 if target.startswith("gfx1") else 4, 1)
+        wide = 16 if target.startswith("gfx1") else 8
+        return Tile(m, 16 if itemsize == 4 and dim > 128 else 32, wide if m > 64 else 4, 1)
     if dim > 256:
-        return Tile(m, 32, 8, 1 if amd else 3)
+        return Tile(m, 32, 8, 3)
     if itemsize == 4:
-        tokens //= 2
-    if amd:
-        return Tile(m, 32, {16: 4, 64: 4}.get(m, 16 if target.startswith("gfx1") else 8), 1)
-    return Tile(m, tokens, {16: 4, 64: 4 if dim <= 128 else 8}.get(m, 8), 2 if itemsize == 4 else 3)
+        return Tile(m, 16, 4 if m == 16 and dim <= 128 else 8, 2)
+    # wgmma (sm_90) and tcgen05 (sm_100) keep operands in shared memory; elsewhere they take registers.
+    registers = m > 16 and not target.startswith(("sm_90", "sm_10"))
+    tokens = 64 if dim <= 128 and m <= 64 and not registers else 32
+    return Tile(m, tokens, 4 if m == 16 or (m == 64 and dim <= 128 and not registers) else 8, 3)
