@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "demo", "Serve a real model with a shared system prompt, three ways."),
     "bench": ("bench", "cli", "Measure: overhead, attention, pressure."),
     "replay": ("replay", "cli", "A request trace through the manager: eviction orders compared."),
+    "kernels": ("kernels", "cli,gpu", "What compilers make of the Triton kernels, and the bytes these move."),
     "inspect": ("inspect", "cli", "Look into a manager: an HTML page, or live in the terminal."),
     "serve": ("serve", "serve", "An OpenAI-compatible server."),
     "fuzz": ("fuzz", "fuzz", "Look for broken invariants, here or in your own manager."),
