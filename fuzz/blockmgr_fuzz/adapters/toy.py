@@ -22,7 +22,7 @@ class Request:
 
 
 class Toy:
-    """A block manager in sixty lines. Handles are its requests."""
+    """A block manager in some seventy lines. Handles are its requests."""
 
     supports = frozenset({"namespaces", "finds"})
 
@@ -79,9 +79,14 @@ class Toy:
     def computed(self, handle: Request, tokens: int) -> None:
         for index in range(tokens // self.block_size):
             key = (handle.space, handle.tokens[: (index + 1) * self.block_size])
-            if key not in self.blocks:
-                self.blocks[key] = handle.table[index]
-                self.keys[handle.table[index]] = key
+            own = handle.table[index]
+            block = self.blocks.setdefault(key, own)
+            if block == own:
+                self.keys[own] = key
+            else:  # somebody computed the same: one copy is enough, and what is held must stay findable
+                self.hold(block)
+                handle.table[index] = block
+                self.release(own)
 
     def grow(self, handle: Request, token: int) -> list[Copy] | None:
         if len(handle.tokens) == len(handle.table) * self.block_size:
@@ -211,6 +216,17 @@ class ForgetfulReset(Toy):
         self.keys.clear()
 
 
+class LostDuplicate(Toy):
+    """Of two equal blocks one stays private; when the other is recycled, what a live request holds can't be found."""
+
+    def computed(self, handle: Request, tokens: int) -> None:
+        for index in range(tokens // self.block_size):
+            key = (handle.space, handle.tokens[: (index + 1) * self.block_size])
+            if key not in self.blocks:
+                self.blocks[key] = handle.table[index]
+                self.keys[handle.table[index]] = key
+
+
 class OneTooFew(Toy):
     """The last block of the pool is never used."""
 
@@ -220,5 +236,5 @@ class OneTooFew(Toy):
 
 FAULTS: tuple[type[Toy], ...] = (
     StaleHash, DoubleRelease, PublishedEarly, CountedTwice, LastToken, MissingDecrement, NotHeld, SharedAcrossTenants,
-    OnlyTheBlock, LeakOnRefusal, ForgetfulReset, OneTooFew,
+    OnlyTheBlock, LeakOnRefusal, ForgetfulReset, LostDuplicate, OneTooFew,
 )  # fmt: skip
