@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from blockmgr_fuzz import ManagerMachine, campaign, reproducer
+from blockmgr_fuzz import ManagerMachine, campaign, mutants, reproducer
 from blockmgr_integration.cli import main
 
 from blockmgr.pool import Pool
@@ -79,6 +79,17 @@ def test_reproducers_do_not_overwrite_each_other(tmp_path):
 def test_a_failure_without_steps_has_no_reproducer():
     with pytest.raises(reproducer.NoSteps):
         reproducer.write(AssertionError("bare"), ManagerMachine)
+
+
+@pytest.mark.nightly
+def test_figures_of_planted_faults(tmp_path, monkeypatch):
+    """The first of the list is caught; one that changes nothing survives, and makes the exit status 1."""
+    nothing = mutants.ALL[0]._replace(name="nothing", new=mutants.ALL[0].old)
+    monkeypatch.setattr(mutants, "ALL", (mutants.ALL[0], nothing))
+    file = tmp_path / "figures.json"
+    assert main(["fuzz", "--mutants", "--json", str(file)]) == 1
+    figures = json.loads(file.read_text())
+    assert (figures["planted"], figures["caught"], figures["survivors"]) == (2, 1, ["nothing"])
 
 
 @pytest.mark.parametrize(

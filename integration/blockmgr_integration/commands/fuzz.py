@@ -137,7 +137,7 @@ def _mutants(seconds: float | None) -> tuple[dict[str, object], int]:
                 bar.print(f"survived: {result.mutant.name}")
 
         try:
-            score = mutation.score(seconds=seconds or 30, progress=progress)
+            score = mutation.score(mutants.ALL, seconds or 30, progress)
         except mutation.BrokenAlready as error:
             raise BadInput(str(error)) from error
     figures = score.figures()
