@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from . import profiles
 from .mutants import ALL, Mutant
 
-ROUNDS, EXAMPLES, STEPS = 12, 25, 40  # of every machine in each round
+ROUNDS, EXAMPLES, STEPS = 8, 25, 40  # of every machine in each round
 HANGS = 10.0  # seconds for one example, which takes milliseconds
 
 
@@ -78,7 +78,7 @@ def score(
 
     seconds   for each mutant, start of the process included; one that is not caught by then survives
     progress  called with every result as it comes
-    rounds    of EXAMPLES examples of every machine
+    rounds    of EXAMPLES examples of every machine that looks at the mutant's module
 
     Raises BrokenAlready if an unchanged copy does not pass, ValueError for a mutant whose fragment does not occur
     exactly once.
@@ -121,7 +121,8 @@ def _attempt(mutant: Mutant | None, seconds: float, rounds: int) -> tuple[bool, 
             plant(mutant, copy)
         paths = [folder, str(Path(__file__).parents[1])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "blockmgr_fuzz.mutation", str(copy), str(rounds)]
+        module = mutant.module if mutant is not None else ""
+        command = [sys.executable, "-m", "blockmgr_fuzz.mutation", str(copy), module, str(rounds)]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=folder
@@ -137,14 +138,11 @@ def _attempt(mutant: Mutant | None, seconds: float, rounds: int) -> tuple[bool, 
     return True, f"process ended with status {done.returncode}: {last}"
 
 
-def _hunt(rounds: int) -> tuple[bool, str]:
-    """Run every machine, round by round, until one fails. In the mutant's process."""
-    from .machine import ManagerMachine
-    from .properties import MACHINES
-
+def _hunt(machines: Iterable[type[RuleBasedStateMachine]], rounds: int) -> tuple[bool, str]:
+    """Run the machines, round by round, until one fails. In the mutant's process."""
     chosen = settings(profiles.NIGHTLY, max_examples=EXAMPLES, stateful_step_count=STEPS, phases=[Phase.generate])
     for number in range(rounds):
-        for machine in (ManagerMachine, *MACHINES):
+        for machine in machines:
             timed = _timed(machine)
             seed(number)(timed)
             try:
@@ -166,11 +164,23 @@ def _timed(machine: type[RuleBasedStateMachine]) -> type[RuleBasedStateMachine]:
     return timed
 
 
-def main(copy: str, rounds: str) -> None:
+def machines(module: str) -> tuple[type[RuleBasedStateMachine], ...]:
+    """The machines that look at a module of blockmgr; "" for all of them."""
+    from . import beside, machine, properties
+
+    core = (machine.ManagerMachine, properties.ExactMachine)
+    if module in ("tiers", "events", "names"):
+        return (beside.TierMachine,)
+    if module == "windows":
+        return (beside.WindowMachine,)
+    return core if module else (*core, beside.TierMachine, beside.WindowMachine)
+
+
+def main(copy: str, module: str, rounds: str) -> None:
     """What the mutant's process runs."""
     if package() != Path(copy):
         raise RuntimeError(f"imported {package()}, not the mutant in {copy}")
-    caught, how = _hunt(int(rounds))
+    caught, how = _hunt(machines(module), int(rounds))
     print()
     print(json.dumps({"caught": caught, "how": how}))
 

@@ -1,0 +1,381 @@
+"""State machines for what stands beside the manager: the host tier with its events, and window groups.
+
+Each has a shadow of every memory involved: who reads a slot checks that it finds its own (namespace, tokens) there. The
+tier's names come from a hasher with few values, so that what is found by name must be verified by content.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from blockmgr import BlockManager, InvalidState, Namespace, Sequence
+from blockmgr.events import EventLog, MissedEvents, TreeMirror
+from blockmgr.namespace import xxh3_128
+from blockmgr.tiers import HostTier, Loads
+from blockmgr.windows import WindowGroup
+
+SPACES = (Namespace(), Namespace(salt="x"))
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+pick = st.integers(0, 10_000)
+
+
+def weak(data: bytes) -> bytes:
+    """A hasher with 16 values."""
+    return bytes([xxh3_128(data)[0] & 15])
+
+
+class TierMachine(RuleBasedStateMachine):
+    """A serving loop with a host tier whose copies take their time and may fail; a reader follows the events."""
+
+    @initialize(
+        blocks=st.integers(5, 12), size=st.integers(1, 3), host=st.integers(2, 10), collide=st.booleans(),
+        save=st.sampled_from(["evict", "commit", "second-use"]), capacity=st.sampled_from([3, 1000]),
+    )  # fmt: skip
+    def start(self, blocks: int, size: int, host: int, collide: bool, save: Any, capacity: int) -> None:
+        self.manager, self.collide, self.save = BlockManager(blocks, size), collide, save
+        self.log = EventLog(self.manager, capacity, hasher=weak if collide else xxh3_128)
+        self.tier = HostTier(self.manager, host, save)
+        self.device = np.full((blocks, size), None, object)
+        self.host = np.full((host, size), None, object)
+        self.live: list[Sequence] = []
+        self.away: list[Sequence] = []
+        self.saves: list[Any] = []
+        self.loads: list[Loads] = []
+        self.swaps: list[Any] = []
+        self.mirror = TreeMirror()
+        self.epoch = 0  # counts invalidations: what was computed before is not to be found after
+        self.born: dict[int, int] = {}
+
+    def _stamp(self, seq: Sequence, tokens: list[int]) -> Any:
+        return self.born[seq.serial], seq.root.namespace, tuple(tokens)
+
+    def _take_saves(self) -> None:
+        """Copies out of the device are made before anything is written."""
+        saves = self.tier.take_saves()
+        for block, host in saves.pairs.tolist():
+            self.host[host] = self.device[block]
+        if len(saves.pairs):
+            self.saves.append(saves)
+
+    def _busy(self, seq: Sequence) -> bool:
+        return any(loads.seq is seq for loads in self.loads)
+
+    def _idle(self, index: int) -> Sequence | None:
+        free = [seq for seq in self.live if not self._busy(seq)]
+        return free[index % len(free)] if free else None
+
+    @rule(prompt=prompts, space=st.sampled_from(SPACES), index=pick, hurry=st.booleans())
+    def admit(self, prompt: tuple[int, ...], space: Namespace, index: int, hurry: bool) -> None:
+        expected = self.tier.lookup(prompt, space)
+        free = (self.tier.free, dict(self.tier._loading))
+        seq, loads = self.tier.admit(prompt, space, wait=False)
+        if not isinstance(seq, Sequence):
+            assert (self.tier.free, dict(self.tier._loading)) == free, "a refusal holds pages"
+            return
+        self.born[seq.serial] = self.epoch
+        self.tier.used_again(seq)
+        self._take_saves()
+        self.live.append(seq)
+        found = len(loads.pairs) * self.manager.block_size if loads is not None else 0
+        assert seq.cached + found == expected < len(prompt)
+        if loads is not None:
+            event("host hit")
+            self.loads.append(loads)
+        if hurry:
+            self._load(seq)
+            self._compute(seq, seq.known)
+
+    def _load(self, seq: Sequence, ok: bool = True) -> None:
+        for loads in [loads for loads in self.loads if loads.seq is seq]:
+            self.loads.remove(loads)
+            self._finish(loads, ok)
+
+    def _finish(self, loads: Loads, ok: bool) -> None:
+        """The copies of loads end; if they fail the device blocks hold anything."""
+        seq = loads.seq
+        before = seq.computed if seq.live else -1
+        same = seq.live and set(loads.pairs[:, 1].tolist()) <= set(seq.block_table.tolist())
+        for host, block in loads.pairs.tolist() if same else ():
+            self.device[block] = self.host[host] if ok else None
+        self.tier.loaded(loads, ok)
+        if seq.live:
+            assert ok or seq.computed == before, "a failed load counts"
+
+    def _compute(self, seq: Sequence, most: int) -> None:
+        self._take_saves()
+        start, tokens = seq.computed, seq.tokens.tolist()
+        end = min(seq.known, start + most)
+        for position, slot in enumerate(seq.slots(start, end).tolist(), start):
+            self.device.reshape(-1)[slot] = self._stamp(seq, tokens[: position + 1])
+        self.manager.commit(seq, end - start)
+
+    @rule(index=pick, amount=pick)
+    def compute(self, index: int, amount: int) -> None:
+        seq = self._idle(index)
+        if seq is not None and seq.computed < seq.known:
+            self._compute(seq, 1 + amount % seq.known)
+
+    @rule(index=pick, ok=st.booleans())
+    def load(self, index: int, ok: bool) -> None:
+        if self.loads:
+            self._finish(self.loads.pop(index % len(self.loads)), ok)
+
+    @rule(index=pick, ok=st.booleans())
+    def saved(self, index: int, ok: bool) -> None:
+        if self.saves:
+            saves = self.saves.pop(index % len(self.saves))
+            if not ok:  # whatever lies there now
+                self.host[saves.pairs[:, 1]] = None
+            self.tier.saved(saves, ok)
+
+    @rule(index=pick)
+    def free(self, index: int) -> None:
+        if self.live:
+            self.manager.free(self.live.pop(index % len(self.live)))
+            self._take_saves()
+
+    @rule(index=pick)
+    def preempt(self, index: int) -> None:
+        """Without the tier; loads under way end in vain."""
+        if self.live:
+            seq = self.live.pop(index % len(self.live))
+            self.manager.preempt(seq)
+            self.away.append(seq)
+            if index % 2 and self.manager.resume(seq) is None:
+                self.away.remove(seq)
+                self.live.append(seq)
+                self.born[seq.serial] = self.epoch if seq.cached == 0 else self.born[seq.serial]
+                self._take_saves()
+
+    @rule(index=pick)
+    def swap_out(self, index: int) -> None:
+        seq = self._idle(index)
+        if seq is None or not seq.computed:
+            return
+        before, table = self.tier.free, seq.block_table.tolist()
+        shared = [at for at, block in enumerate(table) if self.manager.pool.lease[block] > 1]
+        swap = self.tier.swap_out(seq)
+        if swap is None:
+            assert self.tier.free >= before, "a refused swap keeps pages"
+            return
+        event("swapped out")
+        assert swap.start == (shared[-1] + 1 if shared else 0), "blocks that others lease stay where they are"
+        self.live.remove(seq)
+        self.away.append(seq)
+        self._take_saves()
+        self.swaps.append(swap)
+
+    @rule(index=pick, ok=st.booleans())
+    def swapped_out(self, index: int, ok: bool) -> None:
+        """The copies end now, so whoever was given those blocks before the end has spoilt them."""
+        if self.swaps:
+            swap = self.swaps.pop(index % len(self.swaps))
+            for block, host in swap.pairs.tolist():
+                self.host[host] = self.device[block] if ok else None
+            self.tier.swapped_out(swap, ok)
+
+    @rule(index=pick, ok=st.booleans())
+    def swap_in(self, index: int, ok: bool) -> None:
+        ready = [seq for seq in self.away if not any(s.seq is seq for s in self.swaps) and not self._busy(seq)]
+        if not ready:
+            return
+        seq = ready[index % len(ready)]
+        if seq.root.dead:
+            self.born[seq.serial] = self.epoch
+        answer = self.tier.swap_in(seq)
+        if answer is None or isinstance(answer, Loads):
+            event("swapped in")
+            self.away.remove(seq)
+            self.live.append(seq)
+            self._take_saves()
+            if answer is not None:
+                self.loads.append(answer)
+                self._load(seq, ok)
+
+    @rule(which=st.sampled_from([None, 0, 1]), really=st.integers(0, 5))
+    def invalidate(self, which: int | None, really: int) -> None:
+        if not really:
+            for seq in self.away:  # theirs would be matched under either stamp
+                self.manager.free(seq)
+                self.tier.forget(seq)
+            self.away.clear()
+            self.epoch += 1
+            space = None if which is None else SPACES[which]
+            self.manager.invalidate(space)
+            if space is None:
+                self.tier.names.catch_up()
+                assert not self.tier.stored_blocks, "invalidated, and still in host memory"
+            else:
+                for seq in self.live:
+                    self.born.setdefault(seq.serial, self.epoch)
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        self.tier.check()
+        for seq in self.live:
+            tokens = seq.tokens.tolist()
+            for position, slot in enumerate(seq.slots(0, seq.computed).tolist()):
+                got = self.device.reshape(-1)[slot]
+                assert got is not None and got[1:] == self._stamp(seq, tokens[: position + 1])[1:], "somebody else's KV"
+        self._follow()
+
+    def _follow(self) -> None:
+        events, gap = self.log.since(self.mirror.number)
+        if gap:
+            event("gap")
+            self.mirror.restart(*self.log.snapshot())
+            return
+        try:
+            for each in events:
+                self.mirror.apply(each)
+        except MissedEvents:
+            raise AssertionError("a gap that was not told") from None
+        if self.collide:
+            return
+        there = {(key[0], chain) for key, chain in self._chains()}
+        assert there == self._tree(), "the events' tree is another one"
+
+    def _chains(self) -> list[tuple[Any, tuple[tuple[int, ...], ...]]]:
+        """For every device block that the events tell of: the tokens of all blocks from the root to it."""
+        blocks = {key: block for key, block in self.mirror.blocks.items() if key[1] == "device"}
+        got = []
+        for key in blocks:
+            chain, at = [], key
+            while at is not None:
+                parent, tokens, _ = blocks[at]
+                chain.append(tokens)
+                at = None if parent is None else (key[0], "device", parent)
+            got.append((key, tuple(chain[::-1])))
+        return got
+
+    def _tree(self) -> set[Any]:
+        tree, pool = self.manager.tree, self.manager.pool
+        got = set()
+        for run in tree.runs():
+            for at in range(1, run.length + 1):
+                chain = tuple(tuple(pool.tokens[block].tolist()) for block in tree.path(run, at))
+                got.add((run.root.namespace.key, chain))
+        return got
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for saves in self.saves:
+            self.tier.saved(saves)
+        for loads in self.loads:
+            self.tier.loaded(loads, False)
+        for swap in self.swaps:
+            self.tier.swapped_out(swap)
+        for seq in (*self.live, *self.away):
+            self.manager.free(seq)
+            self.tier.forget(seq)
+        self._take_saves()
+        for saves in self.saves[-1:]:
+            with suppress(ValueError):
+                self.tier.saved(saves)
+        self.tier.check()
+        pool = self.manager.pool
+        assert pool.free + pool.cached == pool.num_blocks
+        assert self.tier.free + self.tier.stored_blocks == self.tier.num_blocks
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """Sequences of a window group: what is inside a window is there, what is outside is given back."""
+
+    @initialize(blocks=st.integers(6, 16), size=st.integers(1, 3), window=st.integers(1, 8), own=st.integers(4, 10))
+    def start(self, blocks: int, size: int, window: int, own: int) -> None:
+        self.manager = BlockManager(blocks, size)
+        self.group = WindowGroup(self.manager, window, own)
+        self.memory = np.full(own * size, None, object)
+        self.live: list[Sequence] = []
+
+    def _write(self, seq: Sequence, start: int, tokens: list[int]) -> None:
+        for position, slot in enumerate(self.group.slots(seq, start, len(tokens)).tolist(), start):
+            assert slot >= 0, "no room where it is to be written"
+            self.memory[slot] = tuple(tokens[: position + 1])
+
+    @rule(prompt=prompts, linger=st.booleans())
+    def admit(self, prompt: tuple[int, ...], linger: bool) -> None:
+        group, size = self.group, self.manager.block_size
+        expected = group.lookup(prompt)
+        cached = group.manager.match(prompt).blocks
+        total = -(-len(prompt) // size)
+        first = group.first_block(expected)
+        twins = group.twin[cached[first : expected // size]]
+        idle = sum(group.pool.lease[twin] == 0 for twin in twins)
+        missing = total - expected // size - (int((group.pool.lease == 0).sum()) - idle)
+        seq = group.admit(prompt, wait=False)
+        if isinstance(seq, Sequence):
+            assert missing <= 0 and seq.cached == expected < len(prompt)
+            self.live.append(seq)
+            self._write(seq, seq.cached, list(prompt))
+            group.commit(seq, seq.known - seq.cached)
+            if not linger:
+                self.live.remove(seq)
+                group.free(seq)
+        elif missing <= 0 and total - first <= group.pool.num_blocks:
+            size_left = self.manager.pool.reclaimable
+            assert size_left < total, "refused, and there is room in both pools"
+
+    @rule(index=pick, n=st.integers(1, 3), token=st.integers(0, 1))
+    def decode(self, index: int, n: int, token: int) -> None:
+        if self.live:
+            seq = self.live[index % len(self.live)]
+            if seq.length == seq.computed and not self.group.grow(seq, n).starved:
+                tokens = [*seq.tokens.tolist(), *[token] * n]
+                self._write(seq, seq.computed, tokens)
+                self.group.commit(seq, [token] * n)
+
+    @rule(index=pick, n=st.integers(1, 3))
+    def grow(self, index: int, n: int) -> None:
+        if self.live:
+            self.group.grow(self.live[index % len(self.live)], n)
+
+    @rule(index=pick, length=pick)
+    def trim(self, index: int, length: int) -> None:
+        if self.live:
+            seq = self.live[index % len(self.live)]
+            with suppress(InvalidState):
+                self.group.trim(seq, length % (seq.length + 1))
+
+    @rule(index=pick)
+    def free(self, index: int) -> None:
+        if self.live:
+            self.group.free(self.live.pop(index % len(self.live)))
+
+    @rule(really=st.integers(0, 5))
+    def invalidate(self, really: int) -> None:
+        if not really:
+            self.manager.invalidate()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.group.check()
+        for seq in self.live:
+            tokens = seq.tokens.tolist()
+            # The query of the next token sees itself and window - 1 before it.
+            start = max(0, seq.computed - self.group.window + 1)
+            for position, slot in enumerate(self.group.slots(seq, start, seq.computed).tolist(), start):
+                assert slot >= 0 and self.memory[slot] == tuple(tokens[: position + 1]), "somebody else's KV"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for seq in self.live:
+            self.group.free(seq)
+        self.group.check()
+        pool = self.group.pool
+        assert pool.free + pool.cached == pool.num_blocks
+        assert not self.group._tables
+
