@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from blockmgr_fuzz import mutation
+from blockmgr_fuzz import beside, mutation, profiles, properties
 from blockmgr_fuzz.mutants import ALL, Mutant
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
+from blockmgr import BlockManager
+
+MACHINES = (properties.ExactMachine, beside.TierMachine, beside.WindowMachine)
 HANDFUL = ("pool: drop ignores fences", "tree: a cut run stays registered", "publication: half blocks are published")
 
 
@@ -64,3 +69,47 @@ def test_a_fragment_that_is_gone_is_an_error(tmp_path):
 @pytest.mark.nightly
 def test_every_fault_is_caught():
     assert mutation.score().survivors == []
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_our_manager_survives_the_machines(machine):
+    run_state_machine_as_test(machine, settings=settings(profiles.CI, max_examples=25))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("machine", MACHINES)
+def test_our_manager_survives_the_machines_for_longer(machine):
+    run_state_machine_as_test(machine, settings=profiles.NIGHTLY)
+
+
+# What the machines found in blockmgr.
+
+
+@pytest.mark.xfail(strict=True, reason="invalidation does not reset priorities")
+def test_a_block_of_an_invalidated_namespace_does_not_keep_its_priority():
+    # given a cached prefix with a priority, in a namespace that is invalidated
+    manager = BlockManager(4, 1)
+    come_and_go(manager, [1, 2])
+    manager.retain([1, 2], priority=3)
+    manager.invalidate()
+    # when its block is recycled
+    come_and_go(manager, [5, 6])
+    # then what is in it now has no priority
+    assert not manager.tree.priority[manager.match([5, 6, 7]).blocks].any()
+
+
+@pytest.mark.xfail(strict=True, reason="a snapshot holds namespaces without blocks")
+def test_a_namespace_that_only_a_sequence_stood_in_does_not_come_back():
+    # given a snapshot while a sequence has published nothing yet
+    manager = BlockManager(4, 2)
+    manager.admit([1, 2, 3])
+    # when it is restored elsewhere
+    other = BlockManager(4, 2)
+    other.restore(manager.snapshot())
+    # then nothing is left of that sequence
+    assert not other.tree.roots
+
+
+def come_and_go(manager, prompt):
+    with manager.admit(prompt) as seq:
+        manager.commit(seq, len(prompt))
