@@ -39,11 +39,11 @@ SMALL = [
 ]
 PARAMETERS = set(BASE.__dataclass_fields__) | {"pool_blocks", "cache", "rounds"}
 FIGURES = {
-    "total_s", "output_tokens_per_s", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s",
+    "total_s", "cpu_s", "output_tokens_per_s", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s",
     "decode_step_p50_s", "hit_rate", "prompt_tokens_computed", "peak_blocks", "peak_blocks_unshared", "blocks_saved",
     "tail_waste_tokens",
 }  # fmt: skip
-RATIOS = {"throughput_ratio", "ttft_mean_ratio"}
+RATIOS = {"throughput_ratio", "ttft_mean_ratio", "cpu_ratio"}
 COSTS = {"table_s", "kernel_s", "tail_waste_per_request"}
 
 
@@ -125,7 +125,7 @@ def test_the_command_writes_every_parameter_and_figure(folder, tmp_path, capsys,
     assert written["identical"] is True
     assert set(off) == PARAMETERS | FIGURES and set(on) == PARAMETERS | FIGURES | RATIOS
     assert (off["cache"], on["cache"], on["rounds"], on["prefix_len"]) == ("off", "on", 2, 24)
-    assert on["hit_rate"] > 0.4 and on["throughput_ratio"] > 0
+    assert on["hit_rate"] > 0.4 and on["throughput_ratio"] > 0 and on["cpu_s"] > 0
     assert "shared prompts" in capsys.readouterr().out
 
 
