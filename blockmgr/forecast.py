@@ -2,13 +2,14 @@
 
 Whenever a sequence lets go of its path of blocks, each block gets a chance p of being used again and a score
 
-    score = tick + patience * log2(p)          the smallest goes first
+    score = tick + patience * log2(p / usual p)        the smallest goes first
 
 Equal chances make it LRU; a block with half the chance of another goes as if it had been used `patience` releases
-earlier. Patience is 1.5 times the mean gap between a use and the next, more where the pool turns over faster than
-that (up to 3 times). Both p and the gap are learned while serving, so there is nothing to set. p is a logistic model
-over what is known at the release (FEATURES): how often and how long ago the block was used before, how deep it lies,
-how long the path is and how much of it was new.
+earlier. Patience is the time that a block which will be used again has to wait for it, stretched as far as the
+horizon of what is observed cuts long waits off. All three are learned while serving, so there is nothing to set. p is
+a logistic model over what is known at the release (FEATURES): how often and how long ago the block was used before,
+the same of the last known block on its path, how long the path is and how much of it was new. (Relative to the usual
+chance, so that a patience that changes does not move the typical block.)
 
 What a forecast needs to remember outlives residency, so it is keyed by content, not by block:
 
@@ -18,7 +19,7 @@ What a forecast needs to remember outlives residency, so it is keyed by content,
     uses    int32  [8N]   how often that content was used,
     seen    uint32 [8N]   at which tick last, modulo 2**32; newer content overwrites older
     waiting               one block in eight, by content: (tick, features) of its last use, until it is used again or
-                          the horizon passes; then it is one observation for the model. At most N of them
+                          the horizon passes; then it is one observation for the model. At most 2 N of them
 
 Invariants: a path's unmarked blocks are its last ones (whoever marks a block marks its ancestors); the model changes
 only by whole batches of observations; `waiting` and its queue hold the same observations, the queue also superseded
@@ -45,7 +46,7 @@ FEATURES = (
     "constant",
     "never used before",
     "new, and the end of its path",
-    "depth",
+    "releases since the last known block's last use",
     "path length",
     "uses before",
     "releases since the last use",
@@ -53,14 +54,15 @@ FEATURES = (
     "new blocks on the path",
     "uses of the last known block",
 )
-# Before anything is observed: a chance that grows with the number of uses, and little hope for a path's new end.
-PRIOR = np.array([-1.5, 0.0, -2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+# Before anything is observed: a chance that grows with the number of uses and falls with how much is new, and little
+# hope for a path's new end.
+PRIOR = np.array([-1.5, 0.0, -2.0, 0.0, 0.0, 1.0, 0.0, 0.4, -0.6, 0.0])
 PRIOR_WEIGHT = 60.0  # the prior counts as much as about so many observations
-BATCH = 256  # observations a step of the model
-MEMORY = 16_384  # observations after which one counts 1/e
+BATCH = 128  # observations a step of the model
+MEMORY = 32_768  # observations after which one counts 1/e
 SAMPLE = 8  # one block in so many is observed
 HISTORY = 8  # history entries a block of the pool
-HORIZON = 8.0  # "used again" means within so many turnovers of the pool
+HORIZON = 4.0  # "used again" means within so many turnovers of the pool
 STEP = 0.25  # chances are rounded to quarters of a power of two, so that neighbours go together
 
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
@@ -83,6 +85,7 @@ class Forecast:
         self.waiting: dict[int, Observation] = {}
         self.queue: deque[Observation] = deque()
         self.new_rate = 0.0
+        self.horizon = 1.0
         self._weights = np.random.default_rng(0).integers(0, WORD, pool.block_size, np.uint64) | np.uint64(1)
         self._powers = self._inverses = np.ones(1, np.uint64)
 
@@ -105,9 +108,9 @@ class Forecast:
         now = np.uint32(tick % 2**32)
         features = describe(known, uses, np.where(known, now - self.seen[slots], 0))
         chance = np.round(self.model.log2_chance(features) / STEP) * STEP
-        self.scores[blocks] = tick + self._patience() * chance
+        self.scores[blocks] = tick + self._patience() * (chance - self.model.usual)
         self.tags[slots], self.uses[slots], self.seen[slots] = tags, uses + 1, now
-        self.new_rate += (len(blocks) - np.count_nonzero(known) - self.new_rate) / min(tick, 100)
+        self.new_rate += (len(blocks) - np.count_nonzero(known) - self.new_rate) / min(tick, 1000)
         self._observe(marks, features, tick)
 
     def _turnover(self) -> float:
@@ -115,8 +118,10 @@ class Forecast:
         return self.pool.num_blocks / max(self.new_rate, 1e-3)
 
     def _patience(self) -> float:
+        # If waits were spread evenly up to the horizon, the mean wait would be a third of it: the closer it comes to
+        # that, the less is known about how long waits are.
         gap = self.model.gap
-        return gap * (1.5 + 0.5 * min(gap / self._turnover(), 3.0))
+        return gap / max(1.0 - 3.0 * gap / self.horizon, 0.2)
 
     def _marked(self, blocks: Ints) -> Marks:
         """The marks of a path, computed where they are missing."""
@@ -151,10 +156,11 @@ class Forecast:
             earlier = self.waiting.get(mark)
             if earlier is not None:
                 earlier.gap = tick - earlier.tick
-            self.waiting[mark] = observation = Observation(tick, mark, features[index])
+            self.waiting[mark] = observation = Observation(tick, mark, features[index].copy())
             self.queue.append(observation)
-        oldest = tick - min(HORIZON * self._turnover(), tick / 2)
-        while self.queue and (self.queue[0].tick < oldest or len(self.queue) > self.pool.num_blocks):
+        self.horizon = max(1.0, min(HORIZON * self._turnover(), tick / 2))
+        oldest = tick - self.horizon
+        while self.queue and (self.queue[0].tick < oldest or len(self.queue) > 2 * self.pool.num_blocks):
             observation = self.queue.popleft()
             if self.waiting.get(observation.mark) is observation:
                 del self.waiting[observation.mark]
@@ -179,7 +185,7 @@ def describe(known: npt.NDArray[np.bool_], uses: npt.NDArray[np.int32], gaps: np
     got[:, 1] = ~known
     got[:, 2] = 0.0
     got[-1, 2] = not known[-1]
-    got[:, 3] = np.log2(np.arange(1, n + 1)) / 4
+    got[:, 3] = np.log2(max(int(gaps[count - 1]), 1)) / 8 if count else 0.0
     got[:, 4] = np.log2(n) / 4
     got[:, 5] = np.log2(uses + 1)
     got[:, 6] = np.log2(np.maximum(gaps, 1)) / 8
@@ -190,13 +196,20 @@ def describe(known: npt.NDArray[np.bool_], uses: npt.NDArray[np.int32], gaps: np
 
 
 class Reuse:
-    """The chance that a block is used again, given its features, and the mean gap between uses."""
+    """The chance that a block is used again, given its features, and how long it has to wait for that.
+
+    `gap` is the mean wait seen from a random moment between a use and the next, sum(g**2) / sum(g) / 2 over gaps g. In
+    the plain mean the few blocks that everybody uses all the time, which are never in danger, would count most.
+    `usual` is log2 of the share of blocks that are used again.
+    """
 
     def __init__(self) -> None:
         self.weights: Floats = PRIOR.copy()
         self.gap = 0.0
         self._precision: Floats = PRIOR_WEIGHT * np.eye(len(PRIOR))
-        self._gaps = self._reused = 0.0
+        self.usual = -2.0
+        self._gaps = self._squares = 0.0
+        self._reused, self._observed = PRIOR_WEIGHT / 4, PRIOR_WEIGHT
         self._rows = np.empty((BATCH, len(PRIOR)))
         self._after = np.empty(BATCH)
         self._count = 0
@@ -225,5 +238,8 @@ class Reuse:
         step = np.linalg.solve(self._precision, slope)
         self.weights = self.weights + step / max(1.0, float(np.abs(step).max()))
         self._gaps = keep * self._gaps + float(self._after.sum())
+        self._squares = keep * self._squares + float(self._after @ self._after)
         self._reused = keep * self._reused + int(np.count_nonzero(again))
-        self.gap = self._gaps / max(self._reused, 1.0)
+        self._observed = keep * self._observed + BATCH
+        self.usual = float(np.log2(max(self._reused, 1.0) / self._observed))
+        self.gap = self._squares / max(self._gaps, 1.0) / 2.0
