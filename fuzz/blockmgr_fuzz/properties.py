@@ -433,8 +433,7 @@ class ExactMachine(RuleBasedStateMachine):
 
     def _published(self, life: Life) -> list[int]:
         self.manager.publication.publish(life.seq)
-        table: list[int] = life.seq.block_table.tolist()
-        return [] if life.dead else table[: life.computed // self.size]
+        return [] if life.dead else [block for block in life.seq.block_table.tolist() if block in self.cache.stamps]
 
     def _end(self, life: Life) -> None:
         published = self._published(life)
