@@ -100,6 +100,7 @@ class Row:
     async_128: int = 0
     tensor_core: int = 0
     units: list[str] = field(default_factory=list)  # which tensor-core instructions
+    narrow: list[str] = field(default_factory=list)  # PTX that multiplies a stride in 32 bits; there must be none
     error: str = ""
 
 
@@ -149,10 +150,36 @@ def row(launch: Launch, target: str) -> Row:
         raise RuntimeError(f"{shared} bytes of shared memory, {target} has {PROCESSORS[target].block_shared} a block")
     counts: dict[str, Any] = {name: len(re.findall(pattern, code)) for name, pattern in table.items()}
     units = sorted({m.group(0).removeprefix("v_") for m in re.finditer(table["tensor_core"], code)})
+    narrow = narrow_products(launch, kernel.asm["ptx"]) if "ptx" in kernel.asm else []
     return Row(
         str(kernel.metadata.name), launch.config, target, warps, int(launch.arguments.get("STAGES", 1)), registers,
-        spills, shared, occupancy(target, registers, shared, warps), units=units, **counts,
+        spills, shared, occupancy(target, registers, shared, warps), units=units,
+        narrow=narrow, **counts,
     )  # fmt: skip
+
+
+def narrow_products(launch: Launch, ptx: str) -> list[str]:
+    """PTX instructions that multiply a stride and keep 32 bits of the product: wrong offsets past 2^31 elements.
+
+    Strides are the arguments named *_n, *_b, *_h, *_t, *_d, *_x, *_y; their registers are followed through moves.
+    """
+    arguments = [
+        name
+        for name, parameter in zip(launch.kernel.arg_names, launch.kernel.params)
+        if not parameter.is_constexpr and not (isinstance(launch.arguments[name], int) and launch.arguments[name] == 1)
+    ]
+    strides = {str(place) for place, name in enumerate(arguments) if re.search(r"_[nbhtdxy]$", name)}
+    loads = re.findall(r"ld\.param\.[bsu]32\s+(%r\d+), \[\w+_param_(\d+)\]", ptx)
+    tainted = {register for register, place in loads if place in strides}
+    moves = re.findall(r"mov\.[bsu]32\s+(%r\d+), (%r\d+);", ptx)
+    while grown := {into for into, of in moves if of in tainted} - tainted:
+        tainted |= grown
+    products = re.findall(r"^\s*((?:mul|mad)\.lo\.[su]32|shl\.b32)\s+([^;]*);", ptx, re.M)
+    return [
+        f"{operation} {operands}"
+        for operation, operands in products
+        if tainted & set(re.findall(r"%r\d+\b", operands.split(",", 1)[1]))
+    ]
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -194,7 +221,7 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> float:
 
 
 def rows(targets: tuple[str, ...], config: str = "") -> Iterator[Row]:
-    """Every launch of every case whose "kernel config" contains `config`, for every target.
+    """Every launch of every case whose "kernel config" contains one of the texts of `config`, divided by |.
 
     A target's compiler that refuses a kernel makes a row with `error` and no figures.
     """
@@ -203,7 +230,7 @@ def rows(targets: tuple[str, ...], config: str = "") -> Iterator[Row]:
         for case in CASES:
             for launch in recorded(case, target):
                 name = (launch.kernel.__name__, launch.config)
-                if name in done or config not in " ".join(name):
+                if name in done or not any(part in " ".join(name) for part in config.split("|")):
                     continue
                 done.add(name)
                 try:

@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages by shape: a table instead of trial runs, so nothing here needs a driver.
 
 Chosen by what the compilers make of them (`blockmgr kernels report`): the largest tiles that spill no register on
-sm_80, sm_90, sm_100 and gfx942, with loads of 16 bytes a lane and two or more stages in flight.
+sm_80, sm_90, sm_100 and gfx942, with loads of 16 bytes a lane and, but for float32 and AMD, three stages in flight.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def device_widths(dim: int, target: str, itemsize: int = 2) -> tuple[int, ...]:
     if dim > 256:
         return (16,)
     if itemsize == 4:
-        return (16, 32)  # float32 is multiplied without tensor cores on NVIDIA: operands lie in registers
+        # float32 is multiplied without tensor cores on NVIDIA: operands lie in registers, and wider tiles spill.
+        return (16, 32) if target.startswith("gfx") else (16,)
     if dim > 128:
         return (16, 64)
     return (16, 64, 256) if target == "sm_90" or target.startswith("gfx") else (16, 64, 128)
@@ -69,9 +70,9 @@ def tile(m: int, dim: int, itemsize: int, target: str) -> Tile:
         wide = 16 if target.startswith("gfx1") else 8
         return Tile(m, 16 if itemsize == 4 and dim > 128 else 32, wide if m > 64 else 4, 1)
     if dim > 256:
-        return Tile(m, 32, 8, 3)
+        return Tile(m, 32, 8, 1 if itemsize == 4 else 3)
     if itemsize == 4:
-        return Tile(m, 16, 4 if m == 16 and dim <= 128 else 8, 2)
+        return Tile(m, 16, 4 if dim <= 128 else 8, 1)
     # wgmma (sm_90) and tcgen05 (sm_100) keep operands in shared memory; elsewhere they take registers.
     registers = m > 16 and not target.startswith(("sm_90", "sm_10"))
     tokens = 64 if dim <= 128 and m <= 64 and not registers else 32

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from blockmgr_kernels.report_bytes import WORKLOADS
 from blockmgr_kernels.report_cases import NO_SPILLS, TARGETS
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,8 @@ def group() -> None:
 @app.command()
 def report(
     target: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TARGETS)}.")] = ",".join(TARGETS),
-    config: Annotated[str, typer.Option(help="Only configurations whose kernel and name contain this text.")] = "",
+    config: Annotated[str, typer.Option(help="Only configurations whose kernel and name contain this; | for or.")] = "",
+    workload: Annotated[str, typer.Option(help="Only workloads whose name contains this text.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the tables into this Markdown file, between its report marks.")
@@ -40,6 +42,9 @@ def report(
     for name in targets:
         if name not in TARGETS:
             raise BadInput(f"--target {name}: must be one of {', '.join(TARGETS)}")
+    names = [known.name for known in WORKLOADS]
+    if not any(workload in name for name in names):
+        raise BadInput(f"--workload {workload}: must be part of one of {'; '.join(names)}")
     if markdown is not None and not kernel_tables.marked(markdown):
         raise BadInput(f"--markdown {markdown}: no file with the lines {kernel_tables.BEGIN} and {kernel_tables.END}")
     console = Console(width=max(160, Console().width))
@@ -53,17 +58,25 @@ def report(
         raise BadInput(f"--config {config}: no configuration has this in its name")
     console.print(_table(rows))
     with console.status("counting bytes"):
-        counts = list(_lines(["blockmgr_kernels.report_bytes"], interpret=True))
+        counts = list(_lines(["blockmgr_kernels.report_bytes", "--workload", workload], interpret=True))
     console.print(_bytes_table(counts))
     if json_file:
         json_file.write_text(json.dumps({"rows": rows, "bytes": counts}, indent=1))
     if markdown:
         kernel_tables.write(markdown, rows, counts)
-    faults = [row for row in rows if row["error"] or (row["spills"] and row["target"] in NO_SPILLS)]
-    for row in faults:
-        what = row["error"] or f"{row['spills']} registers spilled"
+    faults = [(row, what) for row in rows if (what := _fault(row))]
+    for row, what in faults:
         console.print(f"[red]{row['kernel']} {row['config']} on {row['target']}: {what}", highlight=False)
     return 1 if faults else 0
+
+
+def _fault(row: dict[str, Any]) -> str:
+    """What is wrong with a row; empty where nothing is."""
+    if row["error"]:
+        return str(row["error"])
+    if row["narrow"]:
+        return f"offset of 32 bits: {row['narrow'][0]}"
+    return f"{row['spills']} registers spilled" if row["spills"] and row["target"] in NO_SPILLS else ""
 
 
 def _lines(arguments: list[str], interpret: bool) -> Iterator[dict[str, Any]]:
