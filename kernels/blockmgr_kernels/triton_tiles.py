@@ -64,13 +64,15 @@ def device_widths(dim: int, target: str, itemsize: int = 2) -> tuple[int, ...]:
 
 def tile(m: int, dim: int, itemsize: int, target: str) -> Tile:
     """Configuration for tiles of m rows; `dim` and `itemsize` as for device_widths."""
+    if target.startswith("gfx1"):  # 256 registers a lane at most
+        if dim > 256 or m > 64 or (m > 16 and dim > 128):
+            return Tile(m, 16, 16, 1)
+        return Tile(m, 16, 4 if m == 16 and dim <= 128 else 8, 1)
     if target.startswith("gfx"):
-        if dim > 256:
-            return Tile(m, 16, 8 if target.startswith("gfx1") else 4, 1)
-        wide = 16 if target.startswith("gfx1") else 8
-        return Tile(m, 16 if itemsize == 4 and dim > 128 else 32, wide if m > 64 else 4, 1)
+        tokens = 16 if dim > 256 or (itemsize == 4 and dim > 128) else 32
+        return Tile(m, tokens, 4 if m <= 64 else 8, 1)
     if dim > 256:
-        return Tile(m, 32, 8, 1 if itemsize == 4 else 3)
+        return Tile(m, 16, 8, 1) if itemsize == 4 else Tile(m, 32, 8, 3)
     if itemsize == 4:
         return Tile(m, 16, 4 if dim <= 128 else 8, 1)
     # wgmma (sm_90) and tcgen05 (sm_100) keep operands in shared memory; elsewhere they take registers.
