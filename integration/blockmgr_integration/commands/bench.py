@@ -12,6 +12,7 @@ BENCHMARKS = {
     "overhead": ("overhead", "cli", "What a block manager costs a serving loop, without any model."),
     "attention": ("attention", "demo", "CPU attention: plain, forest, and gather + SDPA."),
     "shared-prompt": ("shared_prompt", "demo", "Throughput and latency with shared prompts, cache off and on."),
+    "kernels": ("kernels", "demo,gpu", "Triton attention on a GPU: bandwidth, and other libraries' kernels."),
     "pressure": ("pressure", "demo", "Policies for a pool that is too small."),
 }
 
