@@ -71,16 +71,17 @@ def tables(rows: list[dict[str, Any]], counts: list[dict[str, Any]]) -> str:
 
 
 def _spills(rows: list[dict[str, Any]]) -> str:
-    worst = [row for row in rows if row["spills"]]
-    must = [name for name in NO_SPILLS if any(row["target"] == name for row in rows)]
-    clean = [name for name in must if not any(row["target"] == name for row in worst)]
-    said = f"{len(rows)} kernels compiled. No spill on {', '.join(clean) or 'none of the targets that must have none'}."
-    for row in worst:
-        said += f" {row['target']}: {row['spills']} in {row['kernel']} {row['config']}."
-    for row in rows:
-        if row["error"]:
-            said += f" {row['target']} refuses {row['kernel']} {row['config']}."
-    return said
+    """By target: kernels compiled, those that spill, and the worst of them."""
+    lines = ["| target | compiled | refused | spilling | most spills |", "|---|---|---|---|---|"]
+    for target in TARGETS:
+        here = [row for row in rows if row["target"] == target]
+        spilling = sorted((row for row in here if row["spills"]), key=lambda row: -int(row["spills"]))
+        worst = f"{spilling[0]['spills']} in {spilling[0]['kernel']} {spilling[0]['config']}" if spilling else ""
+        refused = ", ".join(f"{row['kernel']} {row['config']}" for row in here if row["error"]) or 0
+        must = " (must be 0)" if target in NO_SPILLS else ""
+        if here:
+            lines.append(f"| {target} | {len(here)} | {refused} | {len(spilling)}{must} | {worst} |")
+    return "\n".join(lines)
 
 
 def _markdown(columns: dict[str, tuple[str, Text]], rows: list[dict[str, Any]]) -> list[str]:

@@ -31,7 +31,7 @@ from .triton_items import Work
 from .triton_moves import copy_rows, write_rows
 from .triton_tiles import device_widths, packing, power_of_two, split, tile
 
-CHUNK = 1024  # elements of a block that one program copies
+CHUNK = 2048  # bytes of a block that one program copies: 16 a thread
 
 
 def _on(metadata: Metadata, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -292,9 +292,10 @@ def _copy(source: Tensor, into: Tensor, pairs: Tensor) -> None:
     """Blocks pairs[:, 0] of source to blocks pairs[:, 1] of `into`, pairs[:, 2] tokens of each."""
     from_, to = _four(source), _four(into)
     _, size, x, y = from_.shape
-    copy_rows[(len(pairs), -(-size * x * y // CHUNK))](
+    chunk = CHUNK // from_.element_size()
+    copy_rows[(len(pairs), -(-size * x * y // chunk))](
         from_, to, pairs.contiguous(), len(from_), len(to), *from_.stride(), *to.stride(),
-        BLOCK_SIZE=size, X=x, Y=y, SIZE=CHUNK,
+        BLOCK_SIZE=size, X=x, Y=y, SIZE=chunk,
     )  # fmt: skip
 
 
