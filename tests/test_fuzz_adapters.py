@@ -12,19 +12,19 @@ from blockmgr_fuzz.foreign import machine_for
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-SEARCH = settings(profiles.CI, max_examples=4_000, phases=[Phase.generate])
+SEARCH = settings(profiles.CI, max_examples=4_000, stateful_step_count=80, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("factory", [toy.factory, Ours])
 def test_a_correct_manager_survives(factory):
-    counts = campaign.run(machine_for(factory), examples=150, steps=30, seed=5)
+    counts = campaign.run(machine_for(factory), examples=80, steps=30, seed=5)
     assert counts.failure is None
-    assert counts.examples >= 150
+    assert counts.examples >= 80
 
 
 def test_everything_interesting_is_reached():
     """A fuzzer that reaches nothing finds nothing."""
-    counts = campaign.run(machine_for(Ours), examples=150, steps=40, seed=1)
+    counts = campaign.run(machine_for(Ours), examples=100, steps=40, seed=1)
     wanted = {
         "admitted cold", "admitted with a hit", "refused", "a block was recycled", "a live block is shared", "reset",
         "computed in part", "computed whole", "copy on write", "forked", "freed before it was computed", "grown",
@@ -69,7 +69,7 @@ def test_publishing_at_allocation_is_right_within_one_step_only():
     class TakenBack(toy.PublishedEarly):
         supports = frozenset({"namespaces", "same step", "withdraw"})
 
-    assert campaign.run(machine_for(SameStep), examples=150, steps=30, seed=5).failure is None
+    assert campaign.run(machine_for(SameStep), examples=80, steps=30, seed=5).failure is None
     with pytest.raises(AssertionError, match="somebody else's KV"):
         run_state_machine_as_test(machine_for(TakenBack), settings=SEARCH)
 

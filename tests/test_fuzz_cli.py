@@ -64,7 +64,7 @@ def test_the_same_for_our_own_manager(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as fault:
         fault.setattr(Pool, "hold", no_lease)
-        assert main(["fuzz", "--seed", "1", "--examples", "600", "--out", str(tmp_path)]) == 1
+        assert main(["fuzz", "--seed", "1", "--examples", "600", "--steps", "20", "--out", str(tmp_path)]) == 1
     assert "InvariantViolation" in capsys.readouterr().out
     text = (tmp_path / "test_found_1.py").read_text()
     space: dict[str, object] = {}
