@@ -10,7 +10,9 @@ from blockmgr_fuzz.mutants import ALL, Mutant
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from blockmgr import BlockManager
+from blockmgr import BlockManager, Namespace
+from blockmgr.events import EventLog, TreeMirror
+from blockmgr.tiers import HostTier
 
 MACHINES = (properties.ExactMachine, beside.TierMachine, beside.WindowMachine)
 HANDFUL = ("pool: drop ignores fences", "tree: a cut run stays registered", "publication: half blocks are published")
@@ -110,6 +112,55 @@ def test_a_namespace_that_only_a_sequence_stood_in_does_not_come_back():
     assert not other.tree.roots
 
 
-def come_and_go(manager, prompt):
-    with manager.admit(prompt) as seq:
+@pytest.mark.xfail(strict=True, reason="invalidation is told only where the pool holds something")
+def test_invalidation_reaches_host_memory_that_outlived_the_pool():
+    # given a prefix that was evicted to host memory, and nothing else in its namespace
+    manager = BlockManager(2, 2)
+    tier = HostTier(manager, 4)
+    come_and_go(manager, [1, 2, 3])
+    come_and_go(manager, [5, 6, 7, 8], Namespace(salt="x"))
+    tier.saved(tier.take_saves())
+    assert tier.lookup([1, 2, 3]) == 2
+    # when its namespace is invalidated
+    manager.invalidate(Namespace())
+    # then it is gone from there too
+    assert tier.lookup([1, 2, 3]) == 0
+
+
+@pytest.mark.xfail(strict=True, reason="pages of a swap are loaded into the new namespace")
+def test_a_swap_does_not_outlive_an_invalidation():
+    # given a sequence in host memory, and an invalidation
+    manager = BlockManager(8, 2)
+    tier = HostTier(manager, 8)
+    seq = manager.admit([1, 2, 3, 4, 5])
+    manager.commit(seq, 5)
+    tier.swapped_out(tier.swap_out(seq))
+    manager.invalidate()
+    # when it comes back
+    loads = tier.swap_in(seq)
+    if loads is not None:
+        tier.loaded(loads)
+    # then nobody is given what was computed before
+    assert manager.lookup([1, 2, 3, 4, 5]) == 0
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="a snapshot of the log holds no host blocks")
+def test_a_reader_that_starts_again_can_follow_the_host_tier():
+    # given a reader that starts from a snapshot while something is in host memory
+    manager = BlockManager(2, 2)
+    log, tier, mirror = EventLog(manager), HostTier(manager, 1), TreeMirror()
+    come_and_go(manager, [1, 2, 3])
+    come_and_go(manager, [5, 6, 7, 8])
+    tier.saved(tier.take_saves())
+    mirror.restart(*log.snapshot())
+    # when that leaves it
+    come_and_go(manager, [1, 2, 3])
+    tier.saved(tier.take_saves())
+    # then the reader can follow
+    for event in log.since(mirror.number)[0]:
+        mirror.apply(event)
+
+
+def come_and_go(manager, prompt, namespace=Namespace()):  # noqa: B008
+    with manager.admit(prompt, namespace) as seq:
         manager.commit(seq, len(prompt))
