@@ -1,7 +1,8 @@
 """Admission: whether a prompt can enter now, and its table if so.
 
 Two steps with nothing between them: `examine` matches and counts without changing anything, `enter` leases, evicts and
-allocates and can't fail. A match lives only from the one to the other.
+allocates. A match lives only from the one to the other. `enter` can fail only where memory runs out, and takes back
+what it did.
 
 Room is counted like this: the prompt and its reserve need `total` blocks; those matched are there already; of what is
 reclaimable, matched blocks that are only cached are about to be leased, promised ones belong to others, and guarantees
@@ -85,12 +86,20 @@ class Admission:
         pool, size = self._pool, self._pool.block_size
         (run, at, shared), tokens, own = entry.place, entry.tokens, entry.own
         matched = len(shared)
-        seq.run, seq.at = run, at
+        self._tables.make_room(matched + own)
         if matched:
             pool.hold(shared, entry.idle)
             seq.root.idle -= entry.idle
         source, common = self._partial(seq, entry) if self._partial_reuse else (-1, 0)
-        new = self._growth.take(own, seq.root)
+        try:
+            new = self._growth.take(own, seq.root)
+        except BaseException:
+            if common:
+                self._growth.unguard(seq)
+            if matched:
+                seq.root.idle += pool.drop(shared, 0)
+            raise
+        seq.run, seq.at = run, at
         rest = tokens[matched * size :]
         full = len(rest) // size
         pool.tokens[new[:full]] = rest[: full * size].reshape(full, size)

@@ -28,7 +28,10 @@ Scores = npt.NDArray[np.float64]
 
 
 class Order(Protocol):
-    """What the tree needs of an order."""
+    """What the tree needs of an order. One that raises has missed that notification: it is logged and `missed` is set,
+    the operation goes on."""
+
+    missed: bool
 
     @property
     def scores(self) -> Scores | None: ...
@@ -40,6 +43,8 @@ class Order(Protocol):
 
 class LRU:
     """Least recently released first: no score, recency alone."""
+
+    missed = False
 
     def __init__(self, pool: Pool) -> None:
         self.scores: Scores | None = None
@@ -56,6 +61,8 @@ class LRU:
 
 class Scored:
     """An order with scores; what it does not override does nothing."""
+
+    missed = False
 
     def __init__(self, pool: Pool) -> None:
         self.scores: Scores = np.zeros(pool.num_blocks)

@@ -73,6 +73,8 @@ WORD = 2**64
 class Forecast:
     """Evict what is least likely to be used again soon; see the module's first lines."""
 
+    missed = False
+
     def __init__(self, pool: Pool) -> None:
         n = pool.num_blocks
         self.pool = pool

@@ -90,15 +90,17 @@ class Growth:
             if count > pool.free and (count > pool.reclaimable or self._tree.guaranteed):
                 return None
             grown = rows[crossing]
+            covered, promise = 0, None
             if self.promised:
                 promise = tables.promise[grown]
                 covered = int(np.count_nonzero(promise))
                 if count - covered > pool.reclaimable - self.promised:
                     return None
+            tables.widen_by_one()
+            blocks = pool.take(count) if count <= pool.free else self.take(count, None)
+            if promise is not None:
                 tables.promise[grown] = np.maximum(promise - ONE, ZERO)
                 self.promised -= covered
-            blocks = pool.take(count) if count <= pool.free else self.take(count, None)
-            tables.widen_by_one()
             column = tables.count[grown]
             tables.flat[np.add(np.multiply(grown, tables.stride), column)] = blocks.astype(np.int32)
             tables.count[grown] = np.add(column, ONE)
@@ -127,6 +129,7 @@ class Growth:
         if need - covered > self.spare(seq.root):
             return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
         room = tables.room(row)
+        tables.widen(int(tables.count[row]) + need)
         new = self.take(need, seq.root)
         tables.promise[row] -= covered
         self.promised -= covered
@@ -158,6 +161,13 @@ class Growth:
         seq.sources.append(self._tickets.guard(path, seq.root))
         self.copying.add(seq)
         self._counters.block_copies += 1
+
+    def unguard(self, seq: Sequence) -> None:
+        """Take back the last guard: its copy will not be made."""
+        self._tickets.release([seq.sources.pop()])
+        if not seq.sources:
+            self.copying.discard(seq)
+        self._counters.block_copies -= 1
 
     def copied(self, seq: Sequence) -> None:
         """The copies handed out with this sequence's room have been made: release their sources."""

@@ -130,7 +130,13 @@ class BlockManager:
             self.counters.refused += 1
             return entry
         seq = self._new_sequence(entry.place.run.root, keys, request_id)
-        self.admission.enter(seq, entry)
+        try:
+            self.admission.enter(seq, entry)
+        except BaseException:
+            self._forget(seq)
+            self._serial -= 1
+            self.tree.unkeep(seq.root)
+            raise
         self.counters.admitted += 1
         self.counters.prompt_tokens += len(tokens)
         self.counters.hit_tokens += seq.cached
@@ -228,8 +234,6 @@ class BlockManager:
         if seq.sources:
             self.growth.copied(seq)
         self.publication.publish(seq)
-        if seq.leading is not None:
-            self.publication.settle(seq)
 
     def _commit_batch(self, batch: Batch, tokens: int | TokenIds) -> None:
         if batch.manager is not self:
@@ -286,13 +290,17 @@ class BlockManager:
         if seq.row >= 0:
             self._leave(seq)
         seq.kept = None
+        self._forget(seq)
+        if self.check_every:
+            self._maybe_check()
+
+    def _forget(self, seq: Sequence) -> None:
+        """Strike a sequence without a table off the lists."""
         del self.sequences[seq.serial]
         if seq.request_id is not None:
             del self.requests[seq.request_id]
         seq.root.live -= 1
         self.tree.forget_if_empty(seq.root)
-        if self.check_every:
-            self._maybe_check()
 
     def _leave(self, seq: Sequence) -> None:
         """Take the table away: publish, record the use, drop every lease, leave no trace of the row."""
@@ -360,6 +368,7 @@ class BlockManager:
         spare = self.growth.spare(seq.root)
         if promise > spare:
             return NoSpace(promise - spare)
+        tables.make_room(count)
         child = self._new_sequence(seq.root, seq.media, request_id)
         blocks = tables.row(seq.row).astype(np.intp)
         self.pool.hold(blocks, 0)
@@ -459,13 +468,22 @@ class BlockManager:
         if not isinstance(entry, Entry):
             assert not isinstance(entry, Pending)
             return entry
-        if root is not seq.root:
+        before = seq.root
+        if root is not before:
             self.tree.keep(root)
             root.live += 1
-            seq.root.live -= 1
             seq.root = root
+        try:
+            self.admission.enter(seq, entry)
+        except BaseException:
+            if root is not before:
+                seq.root = before
+                root.live -= 1
+                self.tree.unkeep(root)
+            raise
+        if root is not before:
+            before.live -= 1
         seq.kept = None
-        self.admission.enter(seq, entry)
         self.counters.resumed += 1
         self.counters.resumed_tokens += len(tokens)
         self.counters.resumed_hit_tokens += seq.cached
@@ -520,8 +538,8 @@ class BlockManager:
             for seq in self.sequences.values():
                 if seq.root is root and seq.row >= 0:
                     self.publication.leave(seq)
-        for listener in self.tree.listeners if roots else ():
-            listener.cleared(None if namespace is None else roots[0])
+        if roots:
+            self.tree.tell_cleared(None if namespace is None else roots[0])
 
     # --- holds ---------------------------------------------------------------------------------------------
 

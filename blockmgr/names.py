@@ -22,7 +22,7 @@ import numpy.typing as npt
 from .manager import BlockManager
 from .namespace import Hasher, Namespace, frame, xxh3_128
 from .pool import Blocks, Ints
-from .tree import Root, Run
+from .tree import Root, Run, log
 
 MOST_RECORDS = 4096  # unnamed changes that are kept before they are named without being asked for
 
@@ -46,12 +46,12 @@ class Change(NamedTuple):
 
 
 class Consumer(Protocol):
-    """Follows the named changes. Must not raise."""
+    """Follows the named changes. One that raises is told everything anew (see Names.catch_up)."""
 
     def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None: ...
 
 
-NOTHING = np.empty(0, np.intp)
+CLEARED_ALL = Change("cleared", None, -1, np.empty(0, np.intp), np.empty((0, 0), np.int32), b"", None, 0)
 
 
 class Names:
@@ -70,11 +70,17 @@ class Names:
         self.digests = np.zeros((manager.num_blocks, len(hasher(b""))), np.uint8)
         self.hashed = 0
         self.consumers: list[Consumer] = []
+        self.missed = False
         self._changes: deque[Change] = deque()
+        self._behind: list[Consumer] = []  # have missed a change
         manager.flush()
-        for run in manager.tree.runs():
-            self.stored(run, 0, run.blocks[: run.length].astype(np.intp))
+        self._start()
         manager.tree.listeners.append(self)
+
+    def _start(self) -> None:
+        """Record everything that is there."""
+        for run in self._manager.tree.runs():
+            self.stored(run, 0, run.blocks[: run.length].astype(np.intp))
 
     def root(self, namespace: Namespace) -> bytes:
         """The name that stands for the parent of a namespace's first blocks."""
@@ -99,8 +105,7 @@ class Names:
         self._record("removed", run, start, blocks)
 
     def cleared(self, root: Root | None) -> None:
-        namespace = root.namespace if root is not None else None
-        self._changes.append(Change("cleared", namespace, -1, NOTHING, np.empty((0, 0), np.int32), b"", None, 0))
+        self._changes.append(CLEARED_ALL if root is None else CLEARED_ALL._replace(namespace=root.namespace))
 
     def _record(self, kind: Literal["stored", "removed"], run: Run, start: int, blocks: Ints) -> None:
         tokens = self._manager.pool.tokens[blocks]
@@ -111,9 +116,19 @@ class Names:
                 self._name_all()
 
     def catch_up(self) -> None:
-        """Publish what is computed, then name every change so far and tell the consumers."""
+        """Publish what is computed, then name every change so far and tell the consumers.
+
+        A consumer that missed a change is told that all is cleared, and then what is there: no gap is silent.
+        """
         self._manager.flush()
+        if self.missed:
+            self._changes.clear()
+            self._start()
+            self.missed, self._behind = False, list(self.consumers)
         self._name_all()
+        while self._behind:
+            self._tell_anew(self._behind[-1])
+            self._behind.pop()
 
     def _name_all(self) -> None:
         while self._changes:
@@ -127,7 +142,20 @@ class Names:
             for block, digest in zip(change.blocks.tolist(), digests, strict=True):
                 self.digests[block] = np.frombuffer(digest, np.uint8)
             for consumer in self.consumers:
-                consumer.named(change, above, digests)
+                if consumer in self._behind:
+                    continue
+                try:
+                    consumer.named(change, above, digests)
+                except Exception as error:
+                    log.error("%s missed a change", type(consumer).__name__, exc_info=error)
+                    self._behind.append(consumer)
+
+    def _tell_anew(self, consumer: Consumer) -> None:
+        consumer.named(CLEARED_ALL, b"", ())
+        for run in self._manager.tree.runs():
+            blocks, namespace, parent = run.blocks[: run.length].astype(np.intp), run.root.namespace, run.above(0)
+            change = Change("stored", namespace, parent, blocks, self._manager.pool.tokens[blocks], run.media, run, 0)
+            consumer.named(change, self.above(namespace, parent), self.of_all(blocks))
 
     def _digests(self, change: Change, above: bytes) -> tuple[bytes, ...]:
         got, media = [], change.media

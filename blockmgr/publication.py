@@ -48,11 +48,19 @@ class Publication:
             if full <= start or seq.root.dead or not self._caching:
                 return
             blocks = self._tables.blocks[seq.row, start:full].astype(np.intp)
-            seq.run, seq.at, duplicates, pending = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
+            try:
+                place = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
+            except MemoryError:  # nothing was inserted; sharing can wait for the next chance, what was computed is kept
+                self.eager.add(seq)
+                return
+            seq.run, seq.at, duplicates, pending = place
             seq.published = full
             for index, theirs in duplicates:
                 self._merge(seq, index, theirs)
-            self._claim(seq)
+            if seq.leading is None:
+                self._claim(seq)
+            else:
+                self.settle(seq)
             if pending is not None:
                 self.eager.add(pending)
 

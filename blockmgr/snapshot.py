@@ -96,9 +96,7 @@ def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
         tree.branches.setdefault(run.above(0), {})[pool.tokens[run.blocks[0]].tobytes() + key] = run
         root.resident += run.length
         root.idle += run.length
-        tree.order.stored(blocks[start:end], tree.tick)
-        for listener in tree.listeners:
-            listener.stored(run, 0, blocks[start:end])
+        tree.tell_stored(run, 0, blocks[start:end])
         runs.append(run)
     if tree.order.scores is not None:
         tree.order.scores[blocks] = got["scores"]

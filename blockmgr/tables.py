@@ -40,11 +40,9 @@ class Tables:
 
     def open(self, shared: Ints, own: Ints, known: int, computed: int) -> int:
         """A row that names `shared` and then `own` blocks; its `known` tokens have slots."""
-        if not self.unused:
-            self._resize(2 * len(self.count), self.width)
-        row = self.unused.pop()
         matched, count = len(shared), len(shared) + len(own)
-        self.widen(count)
+        self.make_room(count)
+        row = self.unused.pop()
         self.blocks[row, :matched] = shared
         self.blocks[row, matched:count] = own
         self.count[row] = count
@@ -52,6 +50,13 @@ class Tables:
         self.computed[row] = computed
         self.set_room(row, known)
         return row
+
+    def make_room(self, width: int) -> None:
+        """Make sure that `open` with `width` blocks can't fail: resizing is what may run out of memory, so operations
+        do it before they change anything."""
+        if not self.unused:
+            self._resize(2 * len(self.count), self.width)
+        self.widen(width)
 
     def close(self, row: int) -> None:
         """Give the row back; its blocks have been dropped by the caller. What `open` sets stays as it is."""
@@ -93,9 +98,9 @@ class Tables:
 
     def widen(self, width: int) -> None:
         """Make sure that rows can hold `width` blocks."""
-        self._longest = max(self._longest, width)
         if width > self.width:
             self._resize(len(self.count), max(width, 2 * self.width))
+        self._longest = max(self._longest, width)
 
     def widen_by_one(self) -> None:
         """Make sure that every row can take one more block, without looking at them each time."""
@@ -112,10 +117,11 @@ class Tables:
         old = len(self.count)
         blocks = np.full((rows, width), -1, np.int32)
         blocks[:old, : self.width] = self.blocks
-        self.blocks, self.width = blocks, width
+        columns = {name: np.zeros(rows, np.int64) for name in ("count", "cursor", "computed", "known", "promise")}
+        unused = list(range(rows - 1, old - 1, -1)) + self.unused
+        # Nothing below allocates: it succeeds whole.
+        self.blocks, self.width, self.unused = blocks, width, unused
         self._view()
-        for name in ("count", "cursor", "computed", "known", "promise"):
-            array = np.zeros(rows, np.int64)
-            array[:old] = getattr(self, name)
-            setattr(self, name, array)
-        self.unused = list(range(rows - 1, old - 1, -1)) + self.unused
+        for name, column in columns.items():
+            column[:old] = getattr(self, name)
+            setattr(self, name, column)

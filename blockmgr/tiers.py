@@ -26,7 +26,8 @@ States of a host block, each in one place only:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ from .namespace import DEFAULT, Namespace, media_keys
 from .pool import Blocks
 from .sequence import Sequence
 from .tokens import TokenIds, as_tokens
-from .tree import Place, Run
+from .tree import Place, Run, log
 
 HOST = "host"
 Pairs = npt.NDArray[np.int32]
@@ -205,13 +206,14 @@ class HostTier:
         if not all(name in self._saving for name in saves.names):
             raise InvalidHandle("these saves were acknowledged before, or belong to another tier")
         self.names.catch_up()
+        roots = {space: self.names.root(space) for space in {self._saving[name].namespace for name in saves.names}}
         self.manager.tickets.release(saves.guards)
         for name in saves.names:
             entry = self._saving.pop(name)
             if ok and entry.wanted:
                 self._entries[name] = entry
                 self.counters["saved"] += 1
-                self._tell_stored(name, entry)
+                self._tell_stored(name, entry, roots[entry.namespace])
             else:
                 self._free.append(entry.host)
                 self.counters["failed"] += not ok
@@ -229,9 +231,21 @@ class HostTier:
                     self._drop(name)
                     self.counters["evicted"] += 1
                     if isinstance(self.manager.log, EventLog):
-                        self.manager.log.removed_from(HOST, entry.namespace, name)
+                        with self._guest():
+                            self.manager.log.removed_from(HOST, entry.namespace, name)
                     break
         return self._free.pop() if self._free else None
+
+    def _take_all(self, count: int) -> list[int] | None:
+        """So many host blocks, or none of them."""
+        hosts: list[int] = []
+        try:
+            while len(hosts) < count and (host := self._take()) is not None:
+                hosts.append(host)
+        finally:
+            if len(hosts) < count:
+                self._free += hosts[::-1]
+        return hosts if len(hosts) == count else None
 
     def _drop(self, name: bytes) -> None:
         """Forget an entry; its page is free unless a copy out of it is under way."""
@@ -239,11 +253,21 @@ class HostTier:
         if not self._loading.get(entry.host):
             self._free.append(entry.host)
 
-    def _tell_stored(self, name: bytes, entry: Entry) -> None:
+    @staticmethod
+    @contextmanager
+    def _guest() -> Iterator[None]:
+        """The event log's code: if it raises it has missed that event, what the tier does goes on."""
+        try:
+            yield
+        except Exception as error:
+            log.error("the event log missed an event of the host tier", exc_info=error)
+
+    def _tell_stored(self, name: bytes, entry: Entry, root: bytes) -> None:
         if isinstance(self.manager.log, EventLog):
-            above = None if entry.above == self.names.root(entry.namespace) else entry.above
+            above = None if entry.above == root else entry.above
             tokens = np.frombuffer(entry.tokens, np.int32)
-            self.manager.log.stored_in(HOST, entry.namespace, above, name, tokens, entry.media)
+            with self._guest():
+                self.manager.log.stored_in(HOST, entry.namespace, above, name, tokens, entry.media)
 
     # --- loading -------------------------------------------------------------------------------------------
 
@@ -363,13 +387,9 @@ class HostTier:
         blocks = seq.block_table[: -(-computed // size)].copy()
         shared = (self.manager.pool.lease[blocks] > 1).nonzero()[0]
         start = int(shared[-1]) + 1 if len(shared) else 0
-        hosts: list[int] = []
-        while len(hosts) < len(blocks) - start:
-            host = self._take()
-            if host is None:
-                self._free += hosts
-                return None
-            hosts.append(host)
+        hosts = self._take_all(len(blocks) - start)
+        if hosts is None:
+            return None
         ticket = self.manager.open_ticket()
         self.manager.preempt(seq)
         pairs = np.stack([blocks[start:], np.array(hosts, np.int32)], axis=1)

@@ -28,6 +28,7 @@ and makes a decode step independent of how many blocks it fills.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 Leaf = tuple[float, float, float, int, "Run"]  # (priority, score, last use, serial, run): a Key and its run
+log = logging.getLogger("blockmgr")
 Key = tuple[float, float, float]
 NEVER: Key = (np.inf, np.inf, np.inf)
 NO_BLOCKS: Ints = np.empty(0, np.intp)
@@ -101,7 +103,10 @@ class Place(NamedTuple):
 
 class Listener(Protocol):
     """Told of every change of the tree, in order. `blocks` were appended to the run at its block `start`, or were
-    its last ones, from `start` on, until now. Run.above and Run.media_at tell what the first of them hangs from."""
+    its last ones, from `start` on, until now. Run.above and Run.media_at tell what the first of them hangs from.
+    One that raises has missed that change: it is logged and `missed` is set, the operation goes on."""
+
+    missed: bool
 
     def stored(self, run: Run, start: int, blocks: Ints) -> None: ...
     def removed(self, run: Run, start: int, blocks: Ints) -> None: ...
@@ -138,6 +143,12 @@ class Tree:
         if root.number == self._next_root:
             self.roots[root.namespace.key] = root
             self._next_root -= 1
+
+    def unkeep(self, root: Root) -> None:
+        """Take back a `keep` that came to nothing."""
+        self.forget_if_empty(root)
+        if root.number == self._next_root + 1 and self.roots.get(root.namespace.key) is not root:
+            self._next_root += 1
 
     def forget_if_empty(self, root: Root) -> None:
         """Drop a root that holds nothing, so that one-off namespaces cost nothing after their last block."""
@@ -235,9 +246,9 @@ class Tree:
                 self._make_way(run, at)
                 children = self.branches[anchor]
             if at and at == run.length and pos not in media:
+                self._append(run, new)
                 if run.writer is not None:
                     displaced, run.writer = run.writer, None
-                self._append(run, new)
             else:
                 run = Run(run, at, new.astype(np.int32), media.get(pos, b""), run.root)
                 at = 0
@@ -247,9 +258,7 @@ class Tree:
             run.root.resident += count
             pool.committed[new] = True
             self.last_use[new] = self.tick
-            self.order.stored(new, self.tick)
-            for listener in self.listeners:
-                listener.stored(run, at, new)
+            self.tell_stored(run, at, new)
             pos, at = pos + count, at + count
         return run, at, duplicates, displaced
 
@@ -287,7 +296,10 @@ class Tree:
         """Record that a sequence lets go of these committed blocks, leading blocks first: one more tick."""
         self.tick += 1
         self.last_use[blocks] = self.tick
-        self.order.used(blocks, self.tick)
+        try:
+            self.order.used(blocks, self.tick)
+        except Exception as error:
+            self._missed(self.order, error)
 
     def offer(self, run: Run) -> None:
         """Put the run among the leaves if its tail is reclaimable now."""
@@ -345,7 +357,10 @@ class Tree:
                 run.leaf = None
             if taken:
                 freed += taken
-                self.order.evicted(tail, self.tick)
+                try:
+                    self.order.evicted(tail, self.tick)
+                except Exception as error:
+                    self._missed(self.order, error)
                 self.cut(run, tail)
             else:
                 self.offer(run)
@@ -407,7 +422,10 @@ class Tree:
         self.pool.committed[blocks] = False
         self.pool.give(blocks[::-1])
         for listener in self.listeners:
-            listener.removed(run, run.length, blocks[::-1])
+            try:
+                listener.removed(run, run.length, blocks[::-1])
+            except Exception as error:
+                self._missed(listener, error)
         if run.length:
             self.offer(run)
         elif run.parent is not None:
@@ -470,6 +488,34 @@ class Tree:
             self.guaranteed.remove(root)
         if self.roots.get(root.namespace.key) is root:
             del self.roots[root.namespace.key]
+
+    # --- telling -------------------------------------------------------------------------------------------
+
+    def tell_stored(self, run: Run, start: int, blocks: Ints) -> None:
+        """These blocks were appended to the run at its block `start`."""
+        try:
+            self.order.stored(blocks, self.tick)
+        except Exception as error:
+            self._missed(self.order, error)
+        for listener in self.listeners:
+            try:
+                listener.stored(run, start, blocks)
+            except Exception as error:
+                self._missed(listener, error)
+
+    def tell_cleared(self, root: Root | None) -> None:
+        """A namespace was invalidated, or (None) all of them."""
+        for listener in self.listeners:
+            try:
+                listener.cleared(root)
+            except Exception as error:
+                self._missed(listener, error)
+
+    @staticmethod
+    def _missed(party: Order | Listener, error: Exception) -> None:
+        """Orders and listeners are guests: one that raises has missed that notification; the operation goes on."""
+        log.error("%s missed a notification", type(party).__name__, exc_info=error)
+        party.missed = True
 
     # --- looking -------------------------------------------------------------------------------------------
 

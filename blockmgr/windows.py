@@ -59,6 +59,7 @@ class WindowGroup:
         self.owner = np.full(num_blocks, -1, np.int32)
         self._tables: dict[int, list[int]] = {}  # by the sequence's serial
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached twins, the next to go first
+        self.missed = False
         manager.tree.listeners.append(self)
 
     def first_block(self, tokens: int) -> int:
@@ -128,9 +129,17 @@ class WindowGroup:
         if not isinstance(seq, Sequence):
             return seq
         self.pool.hold(twins, idle)
-        for block in twins.tolist():
-            self._idle.pop(block, None)
-        self._tables[seq.serial] = [-1] * first + twins.tolist() + self._take(total - boundary)
+        waiting = [block for block in twins.tolist() if block in self._idle]
+        for block in waiting:
+            del self._idle[block]
+        try:
+            own = self._take(total - boundary)
+        except BaseException:
+            self.pool.drop(twins, 0)
+            self._idle.update(dict.fromkeys(waiting))
+            self.manager.free(seq)
+            raise
+        self._tables[seq.serial] = [-1] * first + twins.tolist() + own
         return seq
 
     # --- growth and commit ---------------------------------------------------------------------------------
@@ -141,9 +150,16 @@ class WindowGroup:
         need = -(-(seq.length + n) // size) - len(table)
         if need > self.pool.reclaimable:
             return Step(np.full(n, -1, np.int64), np.empty((0, 3), np.int32), (seq,))
-        step = self.manager.grow(seq, n)
-        if not step.starved:
-            table += self._take(max(0, need))
+        own = self._take(max(0, need))
+        try:
+            step = self.manager.grow(seq, n)
+        except BaseException:
+            self.pool.drop(np.array(own, np.intp), 0)
+            raise
+        if step.starved:
+            self.pool.drop(np.array(own, np.intp), 0)
+        else:
+            table += own
         return step
 
     def commit(self, seq: Sequence, tokens: int | TokenIds) -> None:

@@ -259,51 +259,15 @@ OPERATIONS = {
 # What is not all-or-nothing yet, by kind: why, and which operations.
 KNOWN = {
     "allocation": (
-        "blocks are leased before the rows of the tables are widened, or computed counts before publication",
+        "a window group leases after the manager has admitted or committed",
         {
-            "admit cold", "admit with a hit", "admit by evicting", "admit into a new namespace", "reuse a part",
-            "reuse a part by evicting", "commit a prompt", "commit a duplicate", "grow", "grow a batch by evicting",
-            "grow a batch member by member", "commit copied tokens", "fork", "extend", "resume",
-            "admit against a guarantee", "commit, logged", "evict, logged", "save on commit",
-            "admit from host memory", "swap in", "admit to a window", "admit to a window by evicting",
-            "evict the owners of a window", "grow in a window", "commit in a window",
-        },
-    ),
-    "listener": (
-        "a listener's exception passes through the operation that told it",
-        {
-            "admit by evicting", "reuse a part by evicting", "commit a prompt", "commit a duplicate", "grow",
-            "grow a batch by evicting", "grow a batch member by member", "commit copied tokens",
-            "invalidate a namespace", "invalidate everything", "expire", "restore",
-        },
-    ),
-    "order": (
-        "an order's exception passes through the operation that told it",
-        {
-            "admit by evicting", "reuse a part by evicting", "commit a prompt", "commit a duplicate",
-            "grow a batch by evicting", "grow a batch member by member", "commit copied tokens", "trim",
-            "trim to nothing", "preempt", "free", "free a leader", "free under a ticket", "restore", "commit, logged",
-            "evict, logged", "loaded", "swap out", "evict the owners of a window", "commit in a window",
-            "free in a window",
-        },
-    ),
-    "hash": (
-        "names are needed after the tier has changed",
-        {
-            "saved",
-        },
-    ),
-    "event": (
-        "a change whose recording failed is lost",
-        {
-            "commit, logged", "evict, logged", "invalidate, logged", "read the log of a commit",
-            "save by evicting saved ones", "saved", "loaded",
+            "admit to a window", "admit to a window by evicting", "evict the owners of a window", "commit in a window",
         },
     ),
     "tier": (
-        "pages taken or windows half told are not taken back",
+        "a window group that is not told of an eviction keeps twins without an owner",
         {
-            "save by evicting saved ones", "swap out", "evict the owners of a window", "invalidate windows",
+            "evict the owners of a window", "invalidate windows",
         },
     ),
 }  # fmt: skip

@@ -52,11 +52,21 @@ POINTS: dict[str, tuple[tuple[type, tuple[str, ...]], ...]] = {
     "tier": ((HostTier, ("_take", "named")), (WindowGroup, ("removed", "cleared"))),
 }
 # What a failing party may lose of its own when the operation goes on without it.
-OWN = {"listener": {"told"}, "order": {"scores", "eviction order"}}
+HOST = {"host free", "host entries", "host saving", "host queue", "host counters"}
+OWN = {
+    "listener": {"told"},
+    "order": {"scores", "eviction order"},
+    "event": {"events", "gap", "evicted names", *HOST},  # told anew after a gap: the host tier starts empty
+    "tier": {"events", *HOST},
+}
 
 
 class Fault(Exception):
     """The exception that is injected."""
+
+
+class OutOfMemory(Fault, MemoryError):
+    """The same where memory is allocated."""
 
 
 class NotAtomic(AssertionError):
@@ -83,7 +93,7 @@ class Injector:
             return
         self.calls.append(point)
         if len(self.calls) == self.at:
-            raise Fault(f"{point}, call {self.at}")
+            raise (OutOfMemory if kind == "allocation" else Fault)(f"{point}, call {self.at}")
 
     @contextmanager
     def failing(self, at: int) -> Iterator[None]:
