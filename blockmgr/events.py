@@ -118,6 +118,9 @@ class EventLog:
                 del self._gone[next(iter(self._gone))]
             self._events.append(Removed(number, namespace, DEVICE, digests[::-1]))
 
+    def held(self) -> tuple[()]:
+        return ()
+
     def stored_in(
         self, tier: str, namespace: Namespace, parent: bytes | None, digest: bytes, tokens: Blocks, media: bytes
     ) -> None:
@@ -144,7 +147,7 @@ class EventLog:
         return events, not events or events[0].number > number + 1
 
     def snapshot(self) -> tuple[int, list[Stored]]:
-        """The newest event's number and the device tier as it is after it, as stored events that bear that number."""
+        """The newest event's number and all tiers as they are after it, as stored events that bear that number."""
         self.names.catch_up()
         stored = []
         for run in self._manager.tree.runs():
@@ -152,6 +155,9 @@ class EventLog:
             above = None if parent < 0 else self.names.above(run.root.namespace, parent)
             digests, tokens = self.names.of_all(blocks.tolist()), self._manager.pool.tokens[blocks]
             stored.append(Stored(self._number, run.root.namespace, DEVICE, above, digests, tokens, run.media))
+        for consumer in self.names.consumers:
+            for tier, namespace, above, name, ids, media in consumer.held():
+                stored.append(Stored(self._number, namespace, tier, above, (name,), ids.reshape(1, -1), media))
         return self._number, stored
 
 

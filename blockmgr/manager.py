@@ -527,8 +527,7 @@ class BlockManager:
 
         Live sequences go on with their blocks, which become free when they are let go.
         """
-        if namespace is not None:
-            self._root(namespace)
+        told = None if namespace is None else self._root(namespace)
         self.flush()
         everything = list(self.tree.roots.values())
         roots = everything if namespace is None else [root for root in everything if root.namespace == namespace]
@@ -538,8 +537,7 @@ class BlockManager:
             for seq in self.sequences.values():
                 if seq.root is root and seq.row >= 0:
                     self.publication.leave(seq)
-        if roots:
-            self.tree.tell_cleared(None if namespace is None else roots[0])
+        self.tree.tell_cleared(told)  # also where nothing was stored: other tiers may hold something
 
     # --- holds ---------------------------------------------------------------------------------------------
 

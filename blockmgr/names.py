@@ -50,6 +50,9 @@ class Consumer(Protocol):
 
     def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None: ...
 
+    def held(self) -> Iterable[tuple[str, Namespace, bytes | None, bytes, Blocks, bytes]]:
+        """Blocks that it keeps elsewhere: (tier, namespace, parent's name, name, tokens [B], media)."""
+
 
 CLEARED_ALL = Change("cleared", None, -1, np.empty(0, np.intp), np.empty((0, 0), np.int32), b"", None, 0)
 

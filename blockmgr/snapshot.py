@@ -43,7 +43,7 @@ def snapshot(manager: BlockManager) -> Snapshot:
     """See BlockManager.snapshot."""
     manager.flush()
     tree = manager.tree
-    roots = list(tree.roots.values())
+    roots = [root for root in tree.roots.values() if root.resident]
     runs = [run for root in roots for run in tree.runs(root)]
     number = {id(run): index for index, run in enumerate(runs)}
     parts = [run.blocks[: run.length] for run in runs]

@@ -143,6 +143,11 @@ class HostTier:
         elif change.kind == ("removed" if self.save == "evict" else "stored") and self.save != "second-use":
             self._save(change, above, digests)
 
+    def held(self) -> Iterator[tuple[str, Namespace, bytes | None, bytes, Blocks, bytes]]:
+        for name, entry in self._entries.items():
+            above = None if entry.above == self.names.root(entry.namespace) else entry.above
+            yield HOST, entry.namespace, above, name, np.frombuffer(entry.tokens, np.int32), entry.media
+
     def _clear(self, namespace: Namespace | None) -> None:
         """An invalidated namespace leaves this tier too; copies under way for it lead nowhere."""
         for name, entry in list(self._entries.items()):
@@ -418,9 +423,13 @@ class HostTier:
             raise InvalidState(f"{seq!r} is still being swapped out")
         if seq.serial in self._returning:
             raise InvalidState(f"{seq!r} can't come back again before its loads are acknowledged")
+        invalidated = seq.root.dead
         refusal = self.manager.resume(seq, more, reserve=reserve)
         if refusal is not None:
             return refusal
+        if swap is not None and invalidated:  # what its pages hold was computed before
+            self._end_swap(swap)
+            return None
         if swap is None:
             return None
         matched = seq.published

@@ -480,6 +480,8 @@ class Tree:
             self.pool.cached -= len(idle)
             self.pool.committed[blocks] = False
             self.pool.give(idle)
+            if self.priority is not None:
+                self.priority[blocks] = 0
             for block in run.blocks[: run.length].tolist():
                 self.branches.pop(block, None)
         self.branches.pop(root.number, None)

@@ -87,7 +87,6 @@ def test_our_manager_survives_the_machines_for_longer(machine):
 # What the machines found in blockmgr.
 
 
-@pytest.mark.xfail(strict=True, reason="invalidation does not reset priorities")
 def test_a_block_of_an_invalidated_namespace_does_not_keep_its_priority():
     # given a cached prefix with a priority, in a namespace that is invalidated
     manager = BlockManager(4, 1)
@@ -100,7 +99,6 @@ def test_a_block_of_an_invalidated_namespace_does_not_keep_its_priority():
     assert not manager.tree.priority[manager.match([5, 6, 7]).blocks].any()
 
 
-@pytest.mark.xfail(strict=True, reason="a snapshot holds namespaces without blocks")
 def test_a_namespace_that_only_a_sequence_stood_in_does_not_come_back():
     # given a snapshot while a sequence has published nothing yet
     manager = BlockManager(4, 2)
@@ -112,7 +110,6 @@ def test_a_namespace_that_only_a_sequence_stood_in_does_not_come_back():
     assert not other.tree.roots
 
 
-@pytest.mark.xfail(strict=True, reason="invalidation is told only where the pool holds something")
 def test_invalidation_reaches_host_memory_that_outlived_the_pool():
     # given a prefix that was evicted to host memory, and nothing else in its namespace
     manager = BlockManager(2, 2)
@@ -127,7 +124,6 @@ def test_invalidation_reaches_host_memory_that_outlived_the_pool():
     assert tier.lookup([1, 2, 3]) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="pages of a swap are loaded into the new namespace")
 def test_a_swap_does_not_outlive_an_invalidation():
     # given a sequence in host memory, and an invalidation
     manager = BlockManager(8, 2)
@@ -144,7 +140,6 @@ def test_a_swap_does_not_outlive_an_invalidation():
     assert manager.lookup([1, 2, 3, 4, 5]) == 0
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="a snapshot of the log holds no host blocks")
 def test_a_reader_that_starts_again_can_follow_the_host_tier():
     # given a reader that starts from a snapshot while something is in host memory
     manager = BlockManager(2, 2)
