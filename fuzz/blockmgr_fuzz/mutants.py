@@ -340,7 +340,7 @@ MANAGER = _of(
     ("resumed into a dead namespace", "root = self.tree.root(seq.root.namespace) if seq.root.dead else seq.root",
      "root = seq.root", "old weights' KV"),
     ("invalidation keeps leaders", "self.publication.leave(seq)\n        self.tree.tell",
-    ("invalidation keeps leaders", "self.publication.leave(seq)\n        self.tree", "pass\n        self.tree",
+     "pass\n        self.tree.tell", "others wait for a dead prefix"),
     ("a refusal counts as admission", "self.counters.refused += 1", "self.counters.admitted += 1", "copied line"),
     ("extending overwrites the last token", "tables.known[row] = known + len(ids)",
      "tables.known[row] = known + len(ids) - 1", "off by one"),
