@@ -13,7 +13,7 @@ from blockmgr_integration.options import BadInput
 from blockmgr_integration.replay import optimum, sequential, timed
 from blockmgr_integration.replay import trace as traces
 
-from blockmgr.eviction import ORDERS
+from blockmgr.eviction import ORDERS, Scored
 
 BLOCK = 8
 
@@ -44,8 +44,8 @@ def chats(seed, requests=120, people=12):
             del histories[who]
 
 
-def brute_lru(trace, pool):
-    """An independent LRU over prefixes: a dict of resident ids with their last request and depth."""
+def brute(trace, pool, score=lambda block: 0):
+    """An independent cache of prefixes: the leaf with the smallest (score, last request), deepest first, goes."""
     resident, hits = {}, 0
     parents = {int(b): int(a) for path in trace.paths for a, b in pairwise(path)}
     for number, (path, length) in enumerate(zip(trace.paths, trace.lengths)):
@@ -55,9 +55,20 @@ def brute_lru(trace, pool):
         while len(resident) + len(ids) - known > pool:
             inner = {parents.get(x) for x in resident}
             leaves = [x for x in resident if x not in inner and x not in ids]
-            del resident[min(leaves, key=lambda x: (resident[x][0], -resident[x][1]))]
+            del resident[min(leaves, key=lambda x: (score(x), resident[x][0], -resident[x][1]))]
         resident.update({x: (number, depth) for depth, x in enumerate(ids)})
     return hits / trace.tokens
+
+
+class ByContent(Scored):
+    """An order that anyone can predict: blocks have values, by their first token; some tie."""
+
+    def stored(self, blocks, tick):
+        self.scores[blocks] = self.pool.tokens[blocks, 0] * 37 % 11
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.pool = pool
 
 
 def best_by_trying(paths, pool):
@@ -94,9 +105,18 @@ def test_expanded_ids_are_equal_exactly_where_the_ids_are():
 def test_sequential_replay_agrees_with_an_independent_lru(trace, pool):
     pool = max(pool, max(map(len, trace.paths)))
     run = sequential.replay(trace, pool, "lru")
-    assert run.token_hit_rate == pytest.approx(brute_lru(trace, pool))
+    assert run.token_hit_rate == pytest.approx(brute(trace, pool))
     run.manager.check()
     assert run.manager.pool.leased == 0
+
+
+@pytest.mark.parametrize("pool", [30, 45, 60, 90])
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_decide_exactly_as_a_list_of_leaves_would(tmp_path, pool, seed):
+    trace = traces.load(write(tmp_path / "t.jsonl", chats(seed)), BLOCK)
+    pool = max(pool, max(map(len, trace.paths)))
+    run = sequential.replay(trace, pool, ByContent)
+    assert run.token_hit_rate == pytest.approx(brute(trace, pool, lambda block: block * 37 % 11))
 
 
 def test_the_optimum_is_what_trying_everything_finds():
