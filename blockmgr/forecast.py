@@ -128,7 +128,7 @@ class Forecast:
     def _marked(self, blocks: Ints) -> Marks:
         """The marks of a path, computed where they are missing."""
         marks = self.marks[blocks]
-        if marks[-1]:
+        if marks.all():
             return marks
         start = int((marks == 0).argmax())
         count = len(blocks) - start

@@ -12,6 +12,7 @@ from blockmgr_integration.cli import main
 from blockmgr_integration.options import BadInput
 from blockmgr_integration.replay import optimum, sequential, timed
 from blockmgr_integration.replay import trace as traces
+from blockmgr_integration.replay.synthetic import KINDS, make
 
 from blockmgr.eviction import ORDERS, Scored
 
@@ -218,6 +219,29 @@ def test_command_writes_what_it_promises(tmp_path, capsys):
     assert "hit rate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_synthetic_traffic_is_a_trace(kind):
+    # given traffic, twice from one seed
+    one, two = make(kind, 300, block=BLOCK), make(kind, 300, block=BLOCK)
+    assert len(one.paths) == 300 and all((a == b).all() for a, b in zip(one.paths, two.paths))
+    # then every id names one prefix, and prompts fit their ids
+    above = {}
+    for path, length in zip(one.paths, one.lengths):
+        assert -(-length // BLOCK) == len(path)
+        for parent, block in pairwise([-1, *path.tolist()]):
+            assert above.setdefault(block, parent) == parent
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_forecast_is_nowhere_much_below_lru(kind):
+    trace = make(kind, block=BLOCK)
+    for fraction in (0.01, 0.03, 0.1, 0.3):
+        pool = int(fraction * trace.distinct)
+        lru, ours = (sequential.replay(trace, pool, policy).token_hit_rate for policy in ("lru", "forecast"))
+        assert ours > lru - 0.003, (kind, fraction, lru, ours)
+
+
 def test_command_honours_timestamps(tmp_path):
     path, out = write(tmp_path / "chats.jsonl", chats(4)), tmp_path / "rows.json"
     args = ["replay", str(path), "--trace-block", str(BLOCK), "--pool", "200", "--policy", "lru,opt", "--timestamps"]
@@ -235,6 +259,7 @@ BAD_OPTIONS = [
     (["--trace-block", "0"], "--trace-block 0"),
     (["--trace-block", "9"], "line 1"),
     (["--policy", "opt", "--record", "x.json"], "--record"),
+    (["--policy", ""], "--policy"),
 ]
 
 

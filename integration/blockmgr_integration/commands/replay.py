@@ -17,14 +17,18 @@ from ..inspect_page import picture
 from ..options import BadInput, OneLineErrors
 from ..replay import optimum, sequential, timed
 from ..replay import trace as traces
+from ..replay.synthetic import KINDS, make
 
 OPTIMUM = "opt"
+SYNTHETIC = "synthetic:"
 app = OneLineErrors()
 
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake-format trace: .jsonl or .jsonl.gz.")],
+    trace: Annotated[
+        str, typer.Argument(help=f"Mooncake-format trace, .jsonl or .jsonl.gz; or synthetic:NAME ({', '.join(KINDS)}).")
+    ],
     pool: Annotated[
         str, typer.Option(help="Pool sizes, comma-separated: fractions of the distinct blocks, or numbers of blocks.")
     ] = "0.02,0.05,0.1,0.2",
@@ -51,7 +55,7 @@ def replay(
         policies = [name for name in policies if name != OPTIMUM]  # Belady's rule knows no time
     if record and policies in ([], [OPTIMUM]):
         raise BadInput("--record: needs an eviction order in --policy; the optimum has no manager")
-    loaded = traces.load(trace, trace_block)
+    loaded = _load(trace, trace_block)
     pools = [_blocks(size.strip(), loaded.distinct) for size in pool.split(",")]
     console = Console()
     console.print(
@@ -83,6 +87,15 @@ def replay(
     if record and last is not None and last.manager is not None:
         record.write_text(json.dumps({"snapshot": picture(last.manager), "series": last.series}))
     return 0
+
+
+def _load(trace: str, block: int) -> traces.Trace:
+    kind = trace.removeprefix(SYNTHETIC)
+    if kind == trace:
+        return traces.load(Path(trace), block)
+    if kind not in KINDS:
+        raise BadInput(f"{trace}: the kinds of synthetic traffic are {', '.join(KINDS)}")
+    return make(kind, block=block)
 
 
 def _stepper(progress: Progress, task: Any) -> Any:
