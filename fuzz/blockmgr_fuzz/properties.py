@@ -231,6 +231,7 @@ class ExactMachine(RuleBasedStateMachine):
     ) -> None:
         """One rule for all: rules of their own would be chosen less evenly."""
         event(what)
+        self.cache.clock = self.manager.tree.tick  # rollbacks in invalidated namespaces count too
         if what == "admit":
             self._admit_one(prompt, self.spaces[space], media, index, amount)
         elif what == "come and go":
@@ -350,6 +351,8 @@ class ExactMachine(RuleBasedStateMachine):
 
     def _used_tail(self, life: Life, copies: Any) -> None:
         """A block that was published and continued inside is let go by its copy."""
+        if len(copies) and life.dead:
+            self.cache.clock = self.manager.tree.tick
         if len(copies) and not life.dead and int(copies[0][0]) in self.cache.stamps:
             self.cache.used([int(copies[0][0])])
 
