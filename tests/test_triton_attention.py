@@ -88,7 +88,7 @@ def test_d24_head_sizes(dim):
     pair(heads=2, kv_heads=1, dim=dim).check(scale=dim**-0.5)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (28, 4), (10, 2), (16, 1), (40, 1), (80, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (28, 4), (10, 2), (16, 1), (40, 1)])
 def test_d24_head_ratios(heads, kv_heads):
     pair(heads=heads, kv_heads=kv_heads, dim=16).check()
 

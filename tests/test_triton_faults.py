@@ -168,9 +168,10 @@ def far() -> None:
 def padded_graph() -> None:
     """A fixed grid that executed a larger batch executes a smaller one."""
     wide = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16)), Row(9, 1), Row(40, 1)], dim=16)
-    room = wide.work().reserve(items=16, tokens=8, partials=40, widths=EAGER.widths)
+    device = EAGER._replace(widths=(16,))
+    room = wide.work(device=device).reserve(items=12, tokens=6, partials=20, widths=(16,))
     small = Case([Row(11, 1), Row(0, 1)], dim=16)
-    room.fill(small.work())
+    room.fill(small.work(device=device))
     small.compare(small.run(room))
 
 

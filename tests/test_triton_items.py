@@ -86,20 +86,6 @@ def test_work_stays_right_while_rows_grow():
     case.compare(case.run(early.work(shared=True)))
 
 
-def test_fixed_grid_replays_another_batch_with_padded_rows():
-    """A captured graph: tensors and grids stay where they are, a smaller batch and a larger one run through them."""
-    wide = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16)), Row(9, 1), Row(40, 1)], dim=16)
-    room = wide.work(shared=True).reserve(items=16, tokens=8, partials=40, widths=EAGER.widths)
-    places = [x.data_ptr() for x in (room.items, room.tokens, room.slots, room.merged)]
-    wide.compare(wide.run(room))
-    small = Case([Row(7, 1), Row(11, 1), Row(0, 1), Row(0, 1)], dim=16)  # two padded rows
-    room.fill(small.work(shared=True))
-    assert places == [x.data_ptr() for x in (room.items, room.tokens, room.slots, room.merged)]
-    got = small.run(room)
-    small.compare(got)
-    assert torch.equal(got[0][2:], torch.zeros(2, 4, 16)) and bool((got[1][2:] == -torch.inf).all())
-
-
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing():
     case = Case([Row(21, 1, ("a", 16)), Row(18, 1, ("a", 16))], dim=16)
     work = case.work(shared=True)
