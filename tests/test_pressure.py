@@ -13,6 +13,7 @@ from blockmgr_integration.host_pages import HostPages, TransferFailed
 from blockmgr_integration.preemption import ByRecompute, BySwap, CostModel, HostCache, cheaper
 from blockmgr_integration.runner import ModelRunner
 from blockmgr_integration.scheduler import LongestPrefixFirst, Request, Scheduler
+from blockmgr_integration.victims import NotAVictim, fewest_computed, lowest_priority, most_freed, newest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockmgr import BlockManager
@@ -100,6 +101,78 @@ def test_every_request_has_the_text_it_has_alone(model, policy):
     assert (setup.engine.scheduler.preemptions > 0) == (policy != "wait")
     assert all(request.preemptions < 20 for request in requests), "preemptions are bounded"
     assert requests[0].preemptions == 0, "the oldest always advances"
+    setup.ended()
+
+
+def hostile(offered: list[Request]) -> Request:
+    """Always the one that has come furthest: the most work is lost each time."""
+    return max(offered, key=lambda request: request.sequence.computed)
+
+
+@pytest.mark.parametrize("victim", ["newest", "fewest_computed", "lowest_priority", "most_freed", "oldest", "hostile"])
+def test_whatever_the_victim_policy_all_finish_and_the_oldest_is_never_preempted(model, victim):
+    wanted = prompts(8)
+    expected = alone(model, wanted, 16)
+    setup = Setup(model, "recompute", num_blocks=14)
+    scheduler = setup.engine.scheduler
+    policies = {
+        "newest": newest, "fewest_computed": fewest_computed, "lowest_priority": lowest_priority,
+        "most_freed": most_freed(setup.manager), "oldest": lambda offered: offered[0], "hostile": hostile,
+    }  # fmt: skip
+    chosen = []
+
+    def watched(offered):
+        running = [*scheduler.decoding.values(), *scheduler.prefilling]
+        assert min(running, key=lambda request: request.arrival) not in offered
+        assert len(offered) == len(running) - 1
+        chosen.append(policies[victim](offered))
+        return chosen[-1]
+
+    scheduler.victim = watched
+    requests = [Request(prompt, 16, priority=-(i % 3)) for i, prompt in enumerate(wanted)]
+    for request in requests:
+        setup.engine.submit(request)
+    steps = 0
+    while not scheduler.idle:
+        setup.engine.step()
+        setup.check()
+        steps += 1
+        assert steps < 1000
+    assert len(chosen) == scheduler.preemptions > 0
+    assert [request.output for request in requests] == expected
+    assert max(request.preemptions for request in requests) < 50
+    setup.ended()
+
+
+def test_victim_policies_choose_what_they_say():
+    class Held:
+        def __init__(self, computed, blocks):
+            self.computed, self.block_table = computed, np.array(blocks)
+
+    manager = BlockManager(8, SIZE)
+    manager.pool.lease[:8] = [2, 1, 1, 1, 2, 1, 1, 1]
+    offered = [Request([1], 1, priority=p) for p in (1, 0, 2)]
+    for request, held in zip(offered, [Held(5, [0, 1, 2]), Held(9, [4, 3]), Held(7, [0, 4, 5])], strict=True):
+        request.sequence = held
+    assert newest(offered) is offered[2]
+    assert fewest_computed(offered) is offered[0]
+    assert lowest_priority(offered) is offered[1]
+    assert most_freed(manager)(offered) is offered[0]
+
+
+def test_a_victim_that_was_not_offered_is_an_error_and_nobody_is_preempted(model):
+    setup = Setup(model, "recompute", num_blocks=12)
+    scheduler = setup.engine.scheduler
+    stranger = Request([1], 1)
+    scheduler.victim = lambda offered: stranger
+    for prompt in prompts(6):
+        setup.engine.submit(Request(prompt, 16))
+    with pytest.raises(NotAVictim, match="not among"):
+        setup.engine.run()
+    assert scheduler.preemptions == 0 and not scheduler.paused
+    setup.check()
+    scheduler.victim = newest
+    setup.engine.run()
     setup.ended()
 
 

@@ -10,8 +10,8 @@ States of a request, and what moves it:
   finished    no sequence; all its tokens are sampled, or it was aborted.
 
 Without preemption, room for a request's whole output is promised at admission, so whoever runs also finishes. With
-it, only some headroom is; where the batch then lacks blocks the newest request gives up its own. The oldest is never
-preempted, so it finishes, then the next one is the oldest: every request finishes after finitely many steps.
+it, only some headroom is; where the batch then lacks blocks a victim (`victims.py`) gives up its own. The oldest is
+never preempted, so it finishes, then the next one is the oldest: every request finishes after finitely many steps.
 
 `plan` decides and allocates, `acknowledge` tells the manager what was computed. Between them the caller
 performs the plan's copies and runs its rows. No clock, no model, no tensors.
@@ -31,6 +31,7 @@ from blockmgr.tokens import TokenIds, as_tokens
 
 from .preemption import Preemption
 from .rows import Array, Rows, RowsBuilder
+from .victims import NotAVictim, Victim, newest
 
 
 class RequestTooLong(ValueError):
@@ -104,6 +105,7 @@ class Scheduler:
     admit         lets a prompt in, by default the manager's own `admit` (a host tier puts itself here)
     headroom      tokens of output promised at admission when there is preemption
     pick          chooses which of the waiting requests to try next; by default the first
+    victim        chooses whom to preempt among the running requests but the oldest; by default the newest
     Raises ValueError.
     """
 
@@ -116,13 +118,14 @@ class Scheduler:
         admit: Callable[..., Sequence | NoSpace | NeverFits | Pending] | None = None,
         headroom: int = 32,
         pick: Callable[[list[Request]], Request] = lambda waiting: waiting[0],
+        victim: Victim = newest,
     ) -> None:
         if token_budget < 1:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
         if headroom < 0:
             raise ValueError(f"headroom {headroom}: must be at least 0")
         self.manager, self.token_budget, self.headroom = manager, token_budget, headroom
-        self.preemption, self.pick = preemption, pick
+        self.preemption, self.pick, self.victim = preemption, pick, victim
         self._enter = admit or manager.admit
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -160,6 +163,7 @@ class Scheduler:
         """The next step: one token for every decoding request, then chunks of known tokens up to the budget.
 
         Raises RuntimeError if nothing can be done though something waits: blocks are held outside this scheduler.
+        Raises NotAVictim if the victim policy chose a request that it was not offered.
         """
         self._make_room()
         self._resume()
@@ -241,14 +245,17 @@ class Scheduler:
                     other.overtaken += other.arrival < request.arrival
 
     def _make_room(self) -> None:
-        """Preempt the newest requests until the whole batch can grow by a token; the oldest is never preempted."""
+        """Preempt victims until the whole batch can grow by a token; the oldest is never offered as one."""
         if self.preemption is None:
             return
         while self.manager.missing(self.batch) > 0:
             running = sorted([*self.decoding.values(), *self.prefilling], key=lambda request: request.arrival)
             if len(running) < 2:
                 raise RuntimeError(f"{running[0].sequence!r} needs blocks that are held outside this scheduler")
-            self._pause(running[-1])
+            victim = self.victim(running[1:])
+            if victim not in running[1:]:
+                raise NotAVictim(f"victim {victim!r} is not among the {len(running) - 1} requests that were offered")
+            self._pause(victim)
 
     def _pause(self, request: Request) -> None:
         sequence = request.sequence
