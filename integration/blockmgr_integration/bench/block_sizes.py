@@ -3,7 +3,8 @@
 Small blocks waste little of a sequence's last block and share prefixes to the token, but make tables long: the
 manager allocates more often, tables take longer to copy, and attention follows more pointers. `measure_steps` decodes
 the given prompts at every size, sizes taking turns step by step, with the real manager, tables, plans and attention
-(one layer's, counted once per layer). Linear layers are left out: they don't see blocks.
+(one layer's, counted once per layer). Linear layers are left out: they don't see blocks. Times are processor time, so
+that programs beside it don't decide between sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one decode step, medians over the steps.
+    """Processor seconds of one decode step, medians over the steps.
 
     table_s   growing and committing in the manager, building the batch's tables, planning attention
     kernel_s  attention of all layers
@@ -48,8 +49,8 @@ class StepCost:
 def recommend(costs: dict[int, StepCost], rest_s: float, tolerance: float = TOLERANCE) -> int:
     """The size with the least tail waste among those whose step is within `tolerance` of the quickest step.
 
-    A step is `rest_s` (seconds of the model that no block size changes) and the size's own step_s. Of equal waste
-    the smaller size is taken: it also shares prefixes at a finer grain.
+    A step is `rest_s` (processor seconds of the model that no block size changes) and the size's own step_s. Of
+    equal waste the smaller size is taken: it also shares prefixes at a finer grain.
     """
     limit = (1 + tolerance) * (rest_s + min(cost.step_s for cost in costs.values()))
     quick = [size for size, cost in costs.items() if rest_s + cost.step_s <= limit]
@@ -91,20 +92,20 @@ class _Batch:
 
     def step(self, measured: bool) -> None:
         size = self.manager.block_size
-        start = time.perf_counter()
+        start = time.process_time()
         grown = self.manager.grow(self.batch)
         builder = RowsBuilder()
         builder.decode(self.tokens.tolist(), grown.slots, self.batch.lengths, self.batch.block_tables)
         rows = builder.build()
         plan = plan_runs(rows.block_tables, rows.lengths, size)
-        planned = time.perf_counter()
+        planned = time.process_time()
         paged_attention(
             self.query, self.keys, self.values, rows.block_tables, rows.query_starts, rows.lengths,
             scale=self.query.shape[-1] ** -0.5, plan=plan,
         )  # fmt: skip
-        attended = time.perf_counter()
+        attended = time.process_time()
         self.manager.commit(self.batch, self.tokens)
-        committed = time.perf_counter()
+        committed = time.process_time()
         if measured:
             self.table.append(planned - start + committed - attended)
             self.kernel.append(self.layers * (attended - planned))

@@ -50,6 +50,7 @@ class Result:
     peak_blocks_unshared  blocks that the same sequences would have held at that time, each with its own
     tail_waste_tokens     slots without a token at that time, in the last blocks of sequences
     decode_step_p50_s     steps in which nothing is prefilled (0: there were none)
+    decode_step_cpu_s     the same in processor time
     """
 
     total_s: float
@@ -61,6 +62,7 @@ class Result:
     itl_p50_s: float
     itl_p95_s: float
     decode_step_p50_s: float
+    decode_step_cpu_s: float
     hit_rate: float
     prompt_tokens_computed: int
     peak_blocks: int
@@ -94,6 +96,7 @@ def serve(
     arrived: dict[Request, float] = {}
     gaps: list[float] = []
     steps: list[float] = []
+    cpu_steps: list[float] = []
     entered = done = 0
     start, cpu = time.perf_counter(), time.process_time()
     while done < len(requests):
@@ -108,11 +111,12 @@ def serve(
             assert times is not None
             time.sleep(max(0.0, times[entered] - now))
             continue
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         new = engine.step()
         ended = time.perf_counter()
         if watch.decodes:
             steps.append(ended - begun)
+            cpu_steps.append(time.process_time() - cpu_begun)
         for request, _ in new:
             if request in first:
                 gaps.append(ended - start - last[request])
@@ -135,6 +139,7 @@ def serve(
         itl_p50_s=float(np.percentile(gaps, 50)) if gaps else 0.0,
         itl_p95_s=float(np.percentile(gaps, 95)) if gaps else 0.0,
         decode_step_p50_s=median(steps) if steps else 0.0,
+        decode_step_cpu_s=median(cpu_steps) if cpu_steps else 0.0,
         hit_rate=engine.scheduler.hit_tokens / known,
         prompt_tokens_computed=engine.scheduler.prompt_tokens_computed,
         peak_blocks=peak.blocks,
@@ -341,7 +346,7 @@ def _block_size(model: Any, tokenizer: Any, measured: list[Measured], base: Conf
         one.step = cost
     # What a step costs besides blocks doesn't depend on their size.
     rest = median(
-        max(0.0, middle(one.on or one.off).decode_step_p50_s - cost.step_s) for one, cost in zip(measured, costs)
+        max(0.0, middle(one.on or one.off).decode_step_cpu_s - cost.step_s) for one, cost in zip(measured, costs)
     )
     return recommend({one.config.block_size: cost for one, cost in zip(measured, costs)}, rest)
 
