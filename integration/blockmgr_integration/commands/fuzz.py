@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from blockmgr_fuzz import ManagerMachine, campaign, foreign, mutants, mutation, reproducer
+from blockmgr_fuzz import ManagerMachine, campaign, explore, foreign, mutants, mutation, reproducer
 from hypothesis.stateful import RuleBasedStateMachine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -124,7 +124,22 @@ def _foreign(target: str) -> tuple[campaign.Machine, str | None]:
 
 
 def _exhaustive(seconds: float | None) -> tuple[dict[str, object], int]:
-    raise BadInput("--exhaustive: this version of blockmgr_fuzz has no exhaustive search")
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("searching")
+
+        def progress(states: int, transitions: int, depth: int) -> None:
+            bar.update(task, description=f"{states:,} states, {transitions:,} transitions, depth {depth}")
+
+        found = explore.explore(explore.WIDE, progress=progress, max_seconds=seconds)
+    end = "closed" if found.closed else "not closed"
+    print(f"{found.states:,} states, {found.transitions:,} transitions, {end}, depth {found.depth}")
+    if found.violation is not None:
+        path, what = found.violation
+        print("\n".join(map(repr, path)))
+        print(what)
+    figures = {"states": found.states, "transitions": found.transitions, "closed": found.closed}
+    return figures, int(found.violation is not None)
 
 
 def _mutants(seconds: float | None) -> tuple[dict[str, object], int]:
