@@ -12,7 +12,7 @@ from blockmgr_integration.engine import Engine
 from blockmgr_integration.host_pages import HostPages, TransferFailed
 from blockmgr_integration.preemption import ByRecompute, BySwap, CostModel, HostCache, cheaper
 from blockmgr_integration.runner import ModelRunner
-from blockmgr_integration.scheduler import LongestPrefixFirst, Request, Scheduler
+from blockmgr_integration.scheduler import DeadlinePassed, LongestPrefixFirst, QueueFull, Request, Scheduler
 from blockmgr_integration.victims import NotAVictim, fewest_computed, lowest_priority, most_freed, newest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -309,14 +309,26 @@ def storm(requests: int, seed: int, check_every: int) -> None:
     scheduler = Scheduler(manager, 16, preemption=preemption, admit=cache.admit, pick=pick, headroom=SIZE)
     systems = [[chance.randrange(90) for _ in range(chance.randint(5, 17))] for _ in range(6)]
     live: list[Request] = []
+
+    def rude(token: int) -> None:
+        if chance.random() < 0.3:
+            raise RuntimeError("the listener went away")
+
     made = steps = aborted = waited = 0
     while made < requests or live:
         while made < requests and len(live) < 40 and chance.random() < 0.5:
             prompt = chance.choice(systems) + [chance.randrange(90) for _ in range(chance.randint(1, 12))]
             request = Request(prompt, chance.randint(1, 24), priority=int(chance.random() < 0.1))
+            if chance.random() < 0.05:
+                request.on_token = rude
+            if chance.random() < 0.05:
+                request.deadline = steps + chance.randint(1, 60)
             scheduler.submit(request)
             live.append(request)
             made += 1
+        late = scheduler.expire(steps)
+        aborted += len(late)
+        live = [request for request in live if request not in late]
         if scheduler.idle:
             continue
         if live and chance.random() < 0.05:
@@ -330,6 +342,9 @@ def storm(requests: int, seed: int, check_every: int) -> None:
             pages.blocks[target, :count] = pages.blocks[source, :count]
         scheduler.acknowledge(plan, echo.greedy(plan.rows, plan.keep))
         steps += 1
+        for request in [request for request in live if request.error is not None and not request.finished]:
+            live.remove(request)
+            aborted += 1
         for request in [request for request in live if request.finished]:
             assert request.output == echo_alone(list(request.prompt), request.new_tokens)
             live.remove(request)
@@ -392,8 +407,74 @@ def test_longest_prefix_first_has_a_bound():
     assert lonely.overtaken >= 1 and lonely.overtaken <= 3 + max(order)
 
 
+def test_deadlines_abort_in_every_state(model):
+    setup = Setup(model, "recompute", num_blocks=12)
+    scheduler = setup.engine.scheduler
+    requests = [Request(prompt, 16, deadline=float(i)) for i, prompt in enumerate(prompts(6))]
+    patient = Request(prompts(7)[6], 16)
+    for request in [*requests, patient]:
+        setup.engine.submit(request)
+    while not scheduler.paused:
+        setup.engine.step()
+    assert scheduler.waiting or scheduler.prefilling or scheduler.decoding
+    unfinished = [request for request in requests if not request.finished]
+    assert scheduler.expire(-1.0) == []
+    assert set(scheduler.expire(2.0)) == {request for request in unfinished if request.deadline <= 2.0}
+    assert set(scheduler.expire(10.0)) == {request for request in unfinished if request.deadline > 2.0}
+    assert all(isinstance(request.error, DeadlinePassed) and not request.finished for request in unfinished)
+    setup.check()
+    setup.engine.run()
+    assert patient.finished and patient.error is None
+    setup.ended()
+
+
+def test_tokens_are_streamed_and_a_callback_that_raises_ends_its_own_request_only(model):
+    wanted = prompts(6)
+    expected = alone(model, wanted, 16)
+    setup = Setup(model, "swap", num_blocks=14)
+    heard: list[list[int]] = [[] for _ in wanted]
+
+    def listen(i):
+        def on_token(token):
+            heard[i].append(token)
+            if i % 3 == 0 and len(heard[i]) == 5:
+                raise KeyError("the listener")
+
+        return on_token
+
+    requests = [Request(prompt, 16, on_token=listen(i)) for i, prompt in enumerate(wanted)]
+    for request in requests:
+        setup.engine.submit(request)
+    setup.engine.run()
+    for i, request in enumerate(requests):
+        assert heard[i] == (expected[i][:5] if i % 3 == 0 else expected[i])
+        assert isinstance(request.error, KeyError) == (i % 3 == 0)
+    setup.ended()
+
+
+def test_a_full_queue_refuses_and_changes_nothing():
+    scheduler = Scheduler(BlockManager(8, SIZE), max_waiting=2)
+    for _ in range(2):
+        scheduler.submit(Request([1, 2], 1))
+    with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
+        scheduler.submit(refused := Request([1, 2], 1))
+    assert len(scheduler.waiting) == 2 and refused.arrival == -1
+
+
+def test_higher_priorities_are_admitted_first():
+    manager = BlockManager(64, SIZE)
+    scheduler, echo, order = Scheduler(manager, 1), Echo(64), []
+    for i, priority in enumerate([0, 2, 1, 2]):
+        scheduler.submit(Request([i], 1, priority=priority, on_token=lambda token, i=i: order.append(i)))
+    while not scheduler.idle:
+        plan = scheduler.plan()
+        scheduler.acknowledge(plan, echo.greedy(plan.rows, plan.keep))
+    assert order == [1, 3, 2, 0]
+
+
 @pytest.mark.parametrize(
-    ("options", "words"), [({"token_budget": 0}, "token budget 0"), ({"headroom": -1}, "headroom -1")]
+    ("options", "words"),
+    [({"max_waiting": 0}, "max_waiting 0"), ({"token_budget": 0}, "token budget 0"), ({"headroom": -1}, "headroom -1")],
 )
 def test_bad_options_name_the_value(options, words):
     with pytest.raises(ValueError, match=words):

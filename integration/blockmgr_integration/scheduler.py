@@ -38,12 +38,23 @@ class RequestTooLong(ValueError):
     """A request that could never finish; the message gives its length and the limit."""
 
 
+class QueueFull(Exception):
+    """So many requests wait that another one is refused; the message gives the number and the limit."""
+
+
+class DeadlinePassed(Exception):
+    """A request was not finished by its deadline and has been aborted."""
+
+
 @dataclass(eq=False)
 class Request:
     """Greedy generation of `new_tokens` after `prompt` (token ids [T]). `output` grows as tokens are sampled.
 
     priority     among waiting requests higher ones are admitted first, equal ones in order of arrival
     cached       prompt tokens that were found computed when it was admitted
+    deadline     when it is aborted if it is not finished, on the clock that the caller of `expire` reads
+    on_token     called with each new token; if it raises, this request alone is aborted
+    error        why it was aborted: what on_token raised, or DeadlinePassed
     preemptions  times it was paused;  overtaken  times another request was admitted before it though it came later
 
     Raises InvalidTokens for a prompt that is empty or holds anything but token ids, ValueError for new_tokens < 1.
@@ -55,6 +66,9 @@ class Request:
     output: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     priority: int = 0
+    deadline: float | None = None
+    on_token: Callable[[int], None] | None = None
+    error: Exception | None = None
     cached: int = 0
     preemptions: int = 0
     overtaken: int = 0
@@ -106,6 +120,7 @@ class Scheduler:
     headroom      tokens of output promised at admission when there is preemption
     pick          chooses which of the waiting requests to try next; by default the first
     victim        chooses whom to preempt among the running requests but the oldest; by default the newest
+    max_waiting   requests that may wait for admission at a time; None: any number
     Raises ValueError.
     """
 
@@ -119,11 +134,15 @@ class Scheduler:
         headroom: int = 32,
         pick: Callable[[list[Request]], Request] = lambda waiting: waiting[0],
         victim: Victim = newest,
+        max_waiting: int | None = None,
     ) -> None:
         if token_budget < 1:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
         if headroom < 0:
             raise ValueError(f"headroom {headroom}: must be at least 0")
+        if max_waiting is not None and max_waiting < 1:
+            raise ValueError(f"max_waiting {max_waiting}: must be at least 1")
+        self.max_waiting = max_waiting
         self.manager, self.token_budget, self.headroom = manager, token_budget, headroom
         self.preemption, self.pick, self.victim = preemption, pick, victim
         self._enter = admit or manager.admit
@@ -139,7 +158,7 @@ class Scheduler:
         self._arrivals = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestTooLong if the pool could never hold all of it."""
+        """Queue a request. Raises RequestTooLong if the pool could never hold all of it, QueueFull."""
         # The last token that is sampled is never fed, so it needs no room.
         size, slots = self.manager.block_size, len(request.ids) + request.new_tokens - 1
         if -(-slots // size) > self.manager.num_blocks:
@@ -147,6 +166,8 @@ class Scheduler:
                 f"prompt of {len(request.ids)} tokens and {request.new_tokens} new ones need "
                 f"{-(-slots // size)} blocks of {size}; the pool has {self.manager.num_blocks}"
             )
+        if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting, the limit is {self.max_waiting}")
         request.arrival = self._arrivals
         self._arrivals += 1
         place = len(self.waiting)
@@ -217,7 +238,18 @@ class Scheduler:
             request.output.append(token)
             if request.finished:
                 self._release(request)
+        for request, token in new:
+            self._tell(request, token)
         return new
+
+    def expire(self, now: float) -> list[Request]:
+        """Abort the requests whose deadline is at or before `now`; between steps. Returns them."""
+        unfinished = [*self.waiting, *self.prefilling, *self.decoding.values(), *self.paused]
+        late = [request for request in unfinished if request.deadline is not None and request.deadline <= now]
+        for request in late:
+            request.error = DeadlinePassed(f"deadline {request.deadline} passed at {now}")
+            self.abort(request)
+        return late
 
     def abort(self, request: Request) -> None:
         """Forget a request in whatever state it is; its blocks are free or cached afterwards."""
@@ -225,6 +257,16 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.sequence is not None:
             self._release(request)
+
+    def _tell(self, request: Request, token: int) -> None:
+        """Give a request its token; a callback that raises must not take the other requests with it."""
+        if request.on_token is None:
+            return
+        try:
+            request.on_token(token)
+        except Exception as error:
+            request.error = error
+            self.abort(request)
 
     def _admit(self) -> None:
         """Admit by `pick`. Waiting for a leader lets others pass; lack of room doesn't."""
