@@ -40,8 +40,8 @@ SMALL = [
 PARAMETERS = set(BASE.__dataclass_fields__) | {"pool_blocks", "cache", "rounds"}
 FIGURES = {
     "total_s", "cpu_s", "output_tokens_per_s", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s",
-    "decode_step_p50_s", "decode_step_cpu_s", "hit_rate", "prompt_tokens_computed", "peak_blocks", "peak_blocks_unshared",
-    "blocks_saved", "tail_waste_tokens",
+    "decode_step_p50_s", "decode_step_cpu_s", "hit_rate", "prompt_tokens_computed", "peak_blocks",
+    "peak_blocks_unshared", "blocks_saved", "tail_waste_tokens",
 }  # fmt: skip
 RATIOS = {"throughput_ratio", "ttft_mean_ratio", "cpu_ratio"}
 COSTS = {"table_s", "kernel_s", "tail_waste_per_request"}
