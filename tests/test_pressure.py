@@ -72,6 +72,8 @@ class Setup:
 
     def check(self) -> None:
         self.manager.check()
+        for seq in self.manager.sequences.values():
+            assert not seq.live or len(seq.block_table) * SIZE - seq.length <= SIZE - 1, "waste is a tail"
         if self.tier is not None:
             self.tier.check()
 
@@ -349,13 +351,11 @@ def storm(requests: int, seed: int, check_every: int) -> None:
             assert request.output == echo_alone(list(request.prompt), request.new_tokens)
             live.remove(request)
         waited = max([waited, *(request.overtaken for request in live)])
+        for seq in manager.sequences.values():
+            assert not seq.live or len(seq.block_table) * SIZE - seq.length <= SIZE - 1, "waste is a tail"
         if steps % check_every == 0:
             manager.check()
             tier.check()
-            waste = sum(
-                -request.sequence.length % SIZE for request in live if request.sequence and request.sequence.live
-            )
-            assert waste <= (SIZE - 1) * len(live)
     manager.check()
     tier.check()
     assert aborted > requests / 50 and scheduler.preemptions > requests / 50

@@ -106,7 +106,8 @@ def serve(
             gaps.append(now - last[request])
             last[request] = now
         live = [seq for seq in engine.manager.sequences.values() if seq.live]
-        waste = max([waste, *(-seq.length % engine.manager.block_size for seq in live)])
+        size = engine.manager.block_size
+        waste = max([waste, *(len(seq.block_table) * size - seq.length for seq in live)])
         progress(len(new))
     total = time.perf_counter() - start
     engine.manager.check()
