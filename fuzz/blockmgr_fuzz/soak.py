@@ -114,6 +114,7 @@ def soak(
                 if progress is not None:
                     progress(number)
             if number == operations // 10:
+                run.manager.check()  # imports what it needs
                 warm = tracemalloc.get_traced_memory()[0]
         run.end()
         grown = tracemalloc.get_traced_memory()[0] - warm
