@@ -349,8 +349,7 @@ class Tree:
                 break
             leaf: Leaf = leaves[0]
             run = leaf[-1]
-            bound = NEVER if len(leaves) == 1 else leaves[1][:3]
-            tail = self._idle_tail(run, min(count - freed, most), leaf, leaf[:3] if self.guaranteed else bound)
+            tail = self._idle_tail(run, min(count - freed, most), leaf)
             taken = len(tail)
             if taken == 0 or taken == run.length:
                 del leaves[0]
@@ -376,9 +375,9 @@ class Tree:
                 best, most = root.leaves, spare
         return best, most
 
-    def _idle_tail(self, run: Run, most: int, leaf: Leaf, bound: Key) -> Ints:
-        """The run's last blocks, last first, that are reclaimable and tie with the leaf's key or come before `bound`,
-        the key of the next leaf; at most `most`."""
+    def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> Ints:
+        """The run's last blocks, last first, that are reclaimable and tie with the leaf's key or come before the key
+        of the next leaf; at most `most`."""
         pool, scores = self.pool, self.order.scores
         blocks = run.blocks[max(0, run.length - most) : run.length][::-1].astype(np.intp)
         # Towards the root recency only grows and holds only begin, so if the last of these qualifies all do;
@@ -387,6 +386,8 @@ class Tree:
         if scores is not None or self.priority is not None or self._held(last) or self.last_use[last] != leaf[2]:
             stop = pool.lease[blocks].astype(np.bool_)
             stop |= pool.fence[blocks].astype(np.bool_)
+            # With guarantees the next leaf may be another namespace's, or not to be taken: one key at a time.
+            bound = leaf[:3] if self.guaranteed else self.leaves[1][:3] if len(self.leaves) > 1 else NEVER
             stop |= ~self._goes_before(blocks, leaf, bound)
             first = int(stop.argmax())
             if stop[first]:
