@@ -47,7 +47,10 @@ class Config(NamedTuple):
 
 
 # Three blocks; closes after about a hundred thousand states.
-WIDE = Config(prompts=((0,), (0, 1), (1, 0)), operations=("admit", "compute", "decode", "free", "fork", "trim"))
+WIDE = Config(
+    prompts=((0,), (0, 1), (1, 0)),
+    operations=("admit", "compute", "decode", "free", "fork", "trim", "preempt", "resume"),
+)
 
 
 class Result(NamedTuple):
