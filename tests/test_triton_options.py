@@ -1,4 +1,4 @@
-"""D-24: Options of Triton attention in combination: over several tiles and splits, in every layout, with every kind of page.
+"""D-24: options of Triton attention in combination: over several tiles and splits, every layout, every kind of page.
 
 Each option alone over short rows is in test_triton_attention.py. Random combinations run nightly.
 """
