@@ -268,7 +268,8 @@ class WindowGroup:
             block = int((lease != pool.lease).argmax())
             raise broken(4, f"window block {block} has lease count {pool.lease[block]}, {lease[block]} tables name it")
         twins = self.twin[self.twin >= 0]
-        if len(np.unique(twins)) != len(twins) or (self.owner[twins] != (self.twin >= 0).nonzero()[0]).any():
+        owned = (self.owner >= 0).nonzero()[0]
+        if len(owned) != len(twins) or (self.owner[twins] != (self.twin >= 0).nonzero()[0]).any():
             raise broken(17, "twins and owners of window blocks disagree")
         if (pool.committed != (self.owner >= 0)).any() or not self.manager.pool.committed[self.twin >= 0].all():
             raise broken(17, "a window block is committed without an owner in the tree")

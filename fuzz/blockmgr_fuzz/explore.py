@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 # Three blocks; closes after about a hundred thousand states.
 WIDE = Config(
-    prompts=((0,), (0, 1), (1, 0)),
+    prompts=((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)),
     operations=("admit", "compute", "decode", "free", "fork", "trim", "preempt", "resume"),
 )
 

@@ -1,11 +1,11 @@
 """Mutation score: plant faults in copies of blockmgr, one at a time, and see which of them the fuzzers catch.
 
-    score().figures()    {"planted": 223, "caught": ..., "survivors": [...]}
+    score().figures()    {"planted": 219, "caught": ..., "survivors": [...]}
 
 Each mutant is a copy of the package in a temporary folder with one fragment replaced (see mutants.py). A process of
-its own imports that copy and runs the state machines in rounds with fixed seeds, so that a score repeats. A mutant is
-caught if a machine fails (or hangs in one example) within the rounds; it survives if they pass, and also if time runs
-out first. An unchanged copy goes first: if that fails, the score would mean nothing.
+its own imports that copy, sets up the situations of directed.py, and runs the state machines in rounds with fixed
+seeds, so that a score repeats. A mutant is caught if one of them fails (or hangs) within the rounds; it survives if
+they pass, and also if time runs out first. An unchanged copy goes first: if that fails, the score would mean nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from hypothesis import Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from . import profiles
+from . import directed, profiles
 from .mutants import ALL, Mutant
 
 ROUNDS, EXAMPLES, STEPS = 8, 25, 40  # of every machine in each round
@@ -139,7 +139,13 @@ def _attempt(mutant: Mutant | None, seconds: float, rounds: int) -> tuple[bool, 
 
 
 def _hunt(machines: Iterable[type[RuleBasedStateMachine]], rounds: int) -> tuple[bool, str]:
-    """Run the machines, round by round, until one fails. In the mutant's process."""
+    """Run the directed situations, then the machines, round by round, until one fails. In the mutant's process."""
+    faulthandler.dump_traceback_later(HANGS, exit=True)
+    for check in directed.CHECKS:
+        try:
+            check()
+        except Exception as error:
+            return True, f"{check.__name__}: {type(error).__name__}: {error!s:.100}".splitlines()[0]
     chosen = settings(profiles.NIGHTLY, max_examples=EXAMPLES, stateful_step_count=STEPS, phases=[Phase.generate])
     for number in range(rounds):
         for machine in machines:
