@@ -197,6 +197,38 @@ def names_are_a_chain_from_the_media_on() -> None:
     assert second == xxh3_128(first + frame(b"") + tokens[1].tobytes())
 
 
+@situation
+def a_longer_continuation_meets_a_run_that_is_in_use() -> None:
+    manager = BlockManager(16, 1)
+    seq = computed(manager, [0, 1, 2, 3])
+    manager.flush()
+    cached(manager, [0, 1, 5, 6, 7, 8, 9])
+    manager.check()
+    assert manager.grow(seq).slots.size == 1
+    manager.commit(seq, [4])
+    manager.free(seq)
+    assert manager.lookup([0, 1, 2, 3, 4, 5]) == 5
+    manager.check()
+
+
+@situation
+def a_run_that_makes_way_has_branches() -> None:
+    manager = BlockManager(16, 1)
+    cached(manager, [0, 1, 2, 3])
+    cached(manager, [0, 1, 2, 4])
+    cached(manager, [0, 5, 6, 7, 8])
+    manager.check()
+    twin = BlockManager(16, 1)
+    twin.restore(manager.snapshot())
+    twin.check()
+    for prompt in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 5, 6, 7, 8]):
+        assert manager.lookup([*prompt, 9]) == twin.lookup([*prompt, 9]) == len(prompt)
+    seq = manager.admit([0, 1, 2, 4, 9])
+    assert isinstance(seq, Sequence) and manager.tree.path(seq.run, seq.at).tolist() == seq.block_table[:4].tolist()
+    manager.trim(seq, 2)
+    manager.check()
+
+
 # --- the host tier ------------------------------------------------------------------------------------------
 
 
