@@ -53,6 +53,18 @@ def a_deadline_passes_while_half_of_the_prefix_is_in_use() -> None:
 
 
 @situation
+def a_priority_is_lowered() -> None:
+    manager = BlockManager(4, 1)
+    cached(manager, [0, 1])
+    cached(manager, [5, 6])
+    manager.retain([0, 1, 9], priority=3)
+    manager.retain([5, 6, 9], priority=2)
+    manager.retain([0, 1, 9], priority=1)
+    computed(manager, [7, 8])
+    assert (manager.lookup([0, 1, 9]), manager.lookup([5, 6, 9])) == (0, 2)
+
+
+@situation
 def an_image_moves_within_a_block() -> None:
     manager = BlockManager(8, 2)
     cached(manager, [1, 2, 3], media=[(0, b"a")])

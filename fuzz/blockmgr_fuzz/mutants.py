@@ -80,7 +80,7 @@ TREE = _of(
     ("offered unfenced are forgotten", "runs, self.fenced_runs = self.fenced_runs, []",
      "runs, self.fenced_runs = self.fenced_runs[1:], []", "off by one"),
     ("evicts too many", "min(count - freed, most), leaf", "most, leaf", "whole runs go"),
-    ("evicts past the next leaf", "bound = NEVER if len(leaves) == 1 else leaves[1][:3]", "bound = NEVER",
+    ("evicts past the next leaf", "self.leaves[1][:3] if len(self.leaves) > 1 else NEVER", "NEVER",
      "one run after the other, whatever was used when"),
     ("an emptied run stays a leaf", "if taken == 0 or taken == run.length:", "if taken == 0:", "stale entry"),
     ("evicts what was used last", "leaf: Leaf = leaves[0]", "leaf: Leaf = leaves[-1]", "wrong order"),
