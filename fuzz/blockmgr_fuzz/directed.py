@@ -65,6 +65,18 @@ def a_priority_is_lowered() -> None:
 
 
 @situation
+def a_run_is_more_popular_towards_its_root() -> None:
+    manager = BlockManager(4, 1, order="lfu")
+    cached(manager, [0, 1, 2])
+    seq = manager.admit([0, 1, 9])
+    assert isinstance(seq, Sequence)
+    manager.free(seq)
+    cached(manager, [5])
+    computed(manager, [7, 8])
+    assert (manager.lookup([0, 1, 4]), manager.lookup([5, 4])) == (2, 0)
+
+
+@situation
 def an_image_moves_within_a_block() -> None:
     manager = BlockManager(8, 2)
     cached(manager, [1, 2, 3], media=[(0, b"a")])
