@@ -77,6 +77,27 @@ def a_run_is_more_popular_towards_its_root() -> None:
 
 
 @situation
+def the_oldest_block_is_one_that_others_hang_from() -> None:
+    manager = BlockManager(8, 1, order="fifo")
+    cached(manager, [0, 1, 2, 3])
+    cached(manager, [0, 1, 9])
+    computed(manager, [20, 21, 22, 23, 24, 25])
+    manager.check()
+    assert (manager.lookup([0, 1, 5]), manager.lookup([0, 1, 9, 5])) == (2, 2)
+
+
+@situation
+def a_batch_grows_where_only_guaranteed_blocks_are_left() -> None:
+    manager = BlockManager(3, 1)
+    tenant = Namespace(salt="a")
+    cached(manager, [1, 2], namespace=tenant)
+    manager.guarantee(tenant, 2)
+    seq = computed(manager, [5])
+    assert manager.grow(manager.batch([seq])).starved == (seq,)
+    assert manager.lookup([1, 2, 3], tenant) == 2
+
+
+@situation
 def an_image_moves_within_a_block() -> None:
     manager = BlockManager(8, 2)
     cached(manager, [1, 2, 3], media=[(0, b"a")])
