@@ -336,9 +336,14 @@ class Tree:
         """Cached blocks that guarantees of other namespaces keep from `user`."""
         total = 0
         for root in self.guaranteed:
-            if root is not user:
+            if not self._same_namespace(root, user):
                 total += root.idle - min(root.idle, max(0, root.resident - root.guarantee))
         return total
+
+    @staticmethod
+    def _same_namespace(root: Root, user: Root | None) -> bool:
+        """A sequence that outlived an invalidation has another root than its namespace has now."""
+        return user is not None and root.namespace.key == user.namespace.key
 
     def evict(self, count: int, user: Root | None) -> int:
         """Free up to `count` cached blocks, leaves first and in order; returns how many were freed."""
@@ -370,7 +375,8 @@ class Tree:
         """The list whose first leaf goes next, and how many blocks its owner's guarantee lets go."""
         best, most = (self.leaves if self.leaves else None), self.pool.num_blocks
         for root in self.guaranteed:
-            spare = root.resident - root.guarantee if root is not user else self.pool.num_blocks
+            mine = self._same_namespace(root, user)
+            spare = self.pool.num_blocks if mine else root.resident - root.guarantee
             if root.leaves and spare > 0 and (best is None or root.leaves[0] < best[0]):
                 best, most = root.leaves, spare
         return best, most

@@ -28,7 +28,11 @@ WANTED = {
 
 @pytest.mark.parametrize("machine", WANTED, ids=lambda machine: machine.__name__)
 def test_every_rule_and_condition_is_reached(machine):
-    counts = campaign.run(machine, examples=300, steps=50, seed=3)
-    assert counts.failure is None, counts.failure
-    reached = {name for name, times in (counts.rules + counts.conditions).items() if times}
+    reached: set[str] = set()
+    for seed in range(8):  # chance decides how many it takes: mostly one
+        counts = campaign.run(machine, examples=250, steps=50, seed=seed)
+        assert counts.failure is None, counts.failure
+        reached |= {name for name, times in (counts.rules + counts.conditions).items() if times}
+        if WANTED[machine] <= reached:
+            break
     assert WANTED[machine] <= reached, f"never reached: {WANTED[machine] - reached}"

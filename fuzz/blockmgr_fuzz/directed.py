@@ -98,6 +98,17 @@ def a_batch_grows_where_only_guaranteed_blocks_are_left() -> None:
 
 
 @situation
+def a_guarantee_outlives_an_invalidation_and_so_does_a_sequence() -> None:
+    manager = BlockManager(4, 1)
+    seq = computed(manager, [0])
+    manager.guarantee(Namespace(), 3)
+    manager.invalidate()
+    cached(manager, [1, 2, 3])
+    assert isinstance(manager.fork(seq, reserve=1), Sequence), "its own namespace's guarantee stands against it"
+    manager.check()
+
+
+@situation
 def an_image_moves_within_a_block() -> None:
     manager = BlockManager(8, 2)
     cached(manager, [1, 2, 3], media=[(0, b"a")])
