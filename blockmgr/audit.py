@@ -111,8 +111,10 @@ def _tables(m: BlockManager) -> None:
         if m.caching and not seq.root.dead and m.pool.committed[own[(known // size) - seq.published + 1 :]].any():
             raise broken(8, f"{seq!r} may write into a committed block: {own.tolist()}")
         promised += int(tables.promise[row])
-    if promised != m.growth.promised:
-        raise broken(25, f"sequences were promised {promised} blocks, {m.growth.promised} are set aside")
+    if promised != m.tables.promised:
+        raise broken(25, f"sequences were promised {promised} blocks, {m.tables.promised} are set aside")
+    if promised > m.pool.reclaimable:
+        raise broken(25, f"{promised} blocks are promised, {m.pool.reclaimable} are reclaimable")
 
 
 def _tree(m: BlockManager) -> None:

@@ -5,7 +5,9 @@ is shared (after a fork) or committed (after a rollback into it), growth hands o
 make first; the old block, with the path to it, is fenced until the sequence's next commit says the copy is done.
 
 `promised` blocks were assured to sequences by reserve= and not taken yet. They stay reclaimable, but nobody else
-may be given them: whoever asks for more than `reclaimable - promised` gets nothing.
+may be given them: whoever asks for more than `reclaimable - promised` gets nothing. What was promised is always
+given, from below another namespace's guarantee if nothing else is left: a guarantee can come, or its namespace can
+use up its own prefixes, after the promise was made.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ class Growth:
         self._pool, self._tree, self._tables, self._tickets = pool, tree, tables, tickets
         self._publication, self._counters = publication, counters
         self._size = np.array(pool.block_size)
-        self.promised = 0
         self.copying: set[Sequence] = set()  # copies handed out, not acknowledged
         self.shared_tails: set[Sequence] = set()  # may have to copy before they write
 
     def spare(self, user: Root) -> int:
         """Blocks that a sequence of this namespace can be given beyond what it was promised."""
-        return self._pool.reclaimable - self.promised - (self._tree.protected(user) if self._tree.guaranteed else 0)
+        room = self._pool.reclaimable - self._tables.promised
+        return room - self._tree.protected(user) if self._tree.guaranteed else room
 
     def promise(self, seq: Sequence, blocks: int) -> None:
         """Set blocks aside for a sequence; the caller has counted that they are there."""
         self._tables.promise[seq.row] = blocks
-        self.promised += blocks
+        self._tables.promised += blocks
 
     def missing(self, sequences: list[Sequence], n: int) -> int:
         """Blocks that stand in the way of growing all of these; 0 or less if nothing does."""
@@ -57,7 +59,7 @@ class Growth:
         for seq in sequences:
             need, covered, _ = self._need(seq, n)
             short += need - covered
-        return short - min((self.spare(root) for root in {seq.root for seq in sequences}), default=0)
+        return short and short - min(self.spare(root) for root in {seq.root for seq in sequences})
 
     def _need(self, seq: Sequence, n: int) -> tuple[int, int, bool]:
         """(blocks for n more tokens, those of them that were promised, whether the last block must be copied)."""
@@ -70,10 +72,11 @@ class Growth:
         need = -(-(room + n) // size) - count + int(copy)
         return need, min(int(tables.promise[row]), need), copy
 
-    def take(self, count: int, user: Root | None) -> Ints:
-        """Lease `count` blocks, evicting as many as are not free; the caller has counted that they are there."""
+    def take(self, count: int, user: Root | None, owed: int = 0) -> Ints:
+        """Lease `count` blocks, evicting as many as are not free; the caller has counted that they are there.
+        `owed` of them were promised, so that guarantees don't keep them."""
         short = count - self._pool.free
-        if short > 0 and self._tree.evict(short, user) < short:
+        if short > 0 and self._tree.evict(short, user, owed) < short:
             raise broken(19, f"{self._pool.cached} blocks count as cached and {short} could not be evicted")
         return self._pool.take(count)
 
@@ -87,20 +90,20 @@ class Growth:
         crossing = np.equal(np.remainder(slots, self._size), ZERO).nonzero()[0]
         count = len(crossing)
         if count:
-            if count > pool.free and (count > pool.reclaimable or self._tree.guaranteed):
+            if (count > pool.free or tables.promised) and (count > pool.reclaimable or self._tree.guaranteed):
                 return None
             grown = rows[crossing]
             covered, promise = 0, None
-            if self.promised:
+            if tables.promised:
                 promise = tables.promise[grown]
                 covered = int(np.count_nonzero(promise))
-                if count - covered > pool.reclaimable - self.promised:
+                if count - covered > pool.reclaimable - tables.promised:
                     return None
             tables.widen_by_one()
             blocks = pool.take(count) if count <= pool.free else self.take(count, None)
             if promise is not None:
                 tables.promise[grown] = np.maximum(promise - ONE, ZERO)
-                self.promised -= covered
+                tables.promised -= covered
             column = tables.count[grown]
             tables.flat[np.add(np.multiply(grown, tables.stride), column)] = blocks.astype(np.int32)
             tables.count[grown] = np.add(column, ONE)
@@ -126,13 +129,13 @@ class Growth:
         """Room for n more tokens of one sequence, or nothing."""
         tables, row = self._tables, seq.row
         need, covered, copy = self._need(seq, n)
-        if need - covered > self.spare(seq.root):
+        if need > covered and need - covered > self.spare(seq.root):
             return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
         room = tables.room(row)
         tables.widen(int(tables.count[row]) + need)
-        new = self.take(need, seq.root)
+        new = self.take(need, seq.root, covered)
         tables.promise[row] -= covered
-        self.promised -= covered
+        tables.promised -= covered
         copies = NO_COPIES
         if copy:
             copies = self._replace_tail(seq, int(new[0]), room % self._pool.block_size)

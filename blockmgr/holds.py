@@ -18,9 +18,9 @@ import numpy as np
 from .answers import NoSpace
 from .errors import InvalidConfig, InvalidHandle, InvalidState, LimitExceeded
 from .fences import Tickets
-from .growth import Growth
 from .namespace import Namespace
 from .pool import Ints, Pool
+from .tables import Tables
 from .tokens import TokenIds, as_tokens
 from .tree import Place, Root, Tree
 
@@ -50,10 +50,10 @@ class Retained(NamedTuple):
 class Holds:
     """The pins, retained prefixes and guarantees of one manager."""
 
-    def __init__(self, pool: Pool, tree: Tree, tickets: Tickets, growth: Growth, max_pinned: int) -> None:
+    def __init__(self, pool: Pool, tree: Tree, tickets: Tickets, tables: Tables, max_pinned: int) -> None:
         if not 0 <= max_pinned <= pool.num_blocks:
             raise InvalidConfig(f"max_pinned must be in 0 .. {pool.num_blocks} blocks, got {max_pinned}")
-        self._pool, self._tree, self._tickets, self._growth, self._cap = pool, tree, tickets, growth, max_pinned
+        self._pool, self._tree, self._tickets, self._tables, self._cap = pool, tree, tickets, tables, max_pinned
         self.pins: dict[int, Pin] = {}
         self.retained: list[Retained] = []
         self._number = 0
@@ -74,8 +74,8 @@ class Holds:
         if total > self._cap:
             raise LimitExceeded(f"{total} blocks would be pinned, at most {self._cap} may be")
         idle = self._pool.idle(blocks)
-        if idle > self._pool.reclaimable - self._growth.promised:
-            return NoSpace(idle - (self._pool.reclaimable - self._growth.promised))
+        if idle > self._pool.reclaimable - self._tables.promised:
+            return NoSpace(idle - (self._pool.reclaimable - self._tables.promised))
         self._pool.hold(blocks, idle)
         root = place.run.root
         root.idle -= idle

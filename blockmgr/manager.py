@@ -80,7 +80,7 @@ class BlockManager:
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
         cap = num_blocks // 2 if max_pinned is None else check_count("max_pinned", max_pinned)
-        self.holds = Holds(self.pool, self.tree, self.tickets, self.growth, cap)
+        self.holds = Holds(self.pool, self.tree, self.tickets, self.tables, cap)
         self.log: Log | None = None  # an EventLog puts itself here
         self._serial = 0
         self._operations = 0
@@ -310,7 +310,7 @@ class BlockManager:
         if seq.published and not seq.root.dead:
             tree.used(blocks[: seq.published])
         self.tickets.drop(blocks, seq.root)
-        self.growth.promised -= int(tables.promise[row])
+        self.tables.promised -= int(tables.promise[row])
         tables.close(row)
         seq.row = -1
         self.publication.leave(seq)

@@ -65,7 +65,7 @@ def read(manager: BlockManager) -> dict[str, float]:
         "cached": pool.cached,
         "leased": pool.leased,
         "fenced": pool.fenced,
-        "promised": manager.growth.promised,
+        "promised": manager.tables.promised,
         "sequences": sum(seq.row >= 0 for seq in manager.sequences.values()),
         "usage": pool.leased / pool.num_blocks,
         "token_fill": tokens / slots if slots else 0.0,

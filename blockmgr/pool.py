@@ -80,7 +80,7 @@ class Pool:
         self.stack[self.free : self.free + len(blocks)] = blocks[::-1]
         self.free += len(blocks)
 
-    def idle(self, blocks: Ints) -> int:
+    def idle(self, blocks: npt.NDArray[np.integer]) -> int:
         """How many of these committed blocks are in the state cached."""
         if not len(blocks):
             return 0

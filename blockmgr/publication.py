@@ -19,7 +19,7 @@ import numpy as np
 from .answers import Pending
 from .counters import Counters
 from .fences import Tickets
-from .pool import Blocks, Pool
+from .pool import ONE, Blocks, Ints, Pool
 from .sequence import Sequence
 from .tables import Tables
 from .tree import Place, Run, Tree
@@ -49,12 +49,11 @@ class Publication:
                 return
             blocks = self._tables.blocks[seq.row, start:full].astype(np.intp)
             try:
-                place = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media)
+                place = self._tree.publish(seq, seq.run, seq.at, blocks, start, seq.media, self._takeable(blocks))
             except MemoryError:  # nothing was inserted; sharing can wait for the next chance, what was computed is kept
                 self.eager.add(seq)
                 return
-            seq.run, seq.at, duplicates, pending = place
-            seq.published = full
+            seq.run, seq.at, seq.published, duplicates, pending = place
             for index, theirs in duplicates:
                 self._merge(seq, index, theirs)
             if seq.leading is None:
@@ -63,6 +62,13 @@ class Publication:
                 self.settle(seq)
             if pending is not None:
                 self.eager.add(pending)
+
+    def _takeable(self, blocks: Ints) -> int:
+        """Cached blocks that may be taken for these: all if these come free at once, else what nobody was promised."""
+        pool, promised = self._pool, self._tables.promised
+        if promised and (self._tickets.active or pool.fences or (pool.lease[blocks] > ONE).any()):
+            return pool.reclaimable - promised
+        return pool.num_blocks
 
     def _merge(self, seq: Sequence, index: int, theirs: Blocks) -> None:
         """The tree has these blocks already: the table takes the tree's, and the private copies are let go."""

@@ -6,7 +6,7 @@
                                    the last block is full (or that there is none)
     computed  int64 [rows]         leading tokens whose KV is acknowledged
     known     int64 [rows]         leading tokens whose ids are in the pool
-    promise   int64 [rows]         blocks promised at admission (reserve=) and not yet taken
+    promise   int64 [rows]         blocks promised at admission (reserve=) and not yet taken; `promised` is its sum
 
     computed <= known <= room,  room = tokens that have slots = count * block_size - (-cursor mod block_size)
 
@@ -35,6 +35,7 @@ class Tables:
         self.computed = np.zeros(rows, np.int64)
         self.known = np.zeros(rows, np.int64)
         self.promise = np.zeros(rows, np.int64)
+        self.promised = 0
         self._longest = 0  # no table is longer
         self.unused = list(range(rows - 1, -1, -1))
 

@@ -207,17 +207,18 @@ class Tree:
     # --- growing -------------------------------------------------------------------------------------------
 
     def publish(
-        self, seq: Sequence, run: Run, at: int, blocks: Ints, start: int, media: Mapping[int, bytes]
-    ) -> tuple[Run, int, list[tuple[int, Blocks]], Sequence | None]:
-        """Commit full, computed `blocks` (logical blocks start, start + 1, ...) behind the place (run, at).
+        self, seq: Sequence, run: Run, at: int, blocks: Ints, start: int, media: Mapping[int, bytes], most: int
+    ) -> tuple[Run, int, int, list[tuple[int, Blocks]], Sequence | None]:
+        """Commit full, computed `blocks` (logical blocks start, start + 1, ...) behind the place (run, at), up to
+        duplicates that would take more than `most` cached blocks.
 
-        Returns the new place, the duplicates found as (logical index, the tree's blocks), and the sequence
-        whose claim to the run's end this publication took.
+        Returns the new place, the logical block it is before, the duplicates found as (logical index, the tree's
+        blocks), and the sequence whose claim to the run's end this publication took.
         """
         pool, pos, end = self.pool, start, start + len(blocks)
         duplicates: list[tuple[int, Blocks]] = []
         displaced: Sequence | None = None
-        starts = sorted(media) if media else []
+        starts, limited = sorted(media) if media else [], most < pool.num_blocks
         if run.writer is seq:
             run.writer = None
         while pos < end:
@@ -229,6 +230,8 @@ class Tree:
                     count = self._stretch(count, pos, starts)
                 theirs = run.blocks[at : at + count]
                 same = self._equal(theirs, pool.tokens.take(mine[:count], axis=0).reshape(-1))
+                if limited and (most := most - pool.idle(theirs[:same])) < 0:
+                    break
                 duplicates.append((pos, theirs[:same].copy()))
                 pos, at = pos + same, at + same
                 continue
@@ -237,6 +240,8 @@ class Tree:
             children = self.branches.get(anchor)
             child = children.get(key) if children is not None else None
             if child is not None:
+                if limited and (most := most - pool.idle(child.blocks[:1])) < 0:
+                    break
                 duplicates.append((pos, child.blocks[:1].copy()))
                 run, at, pos = child, 1, pos + 1
                 continue
@@ -260,7 +265,7 @@ class Tree:
             self.last_use[new] = self.tick
             self.tell_stored(run, at, new)
             pos, at = pos + count, at + count
-        return run, at, duplicates, displaced
+        return run, at, pos, duplicates, displaced
 
     def _held(self, block: int | np.intp) -> bool:
         return bool(self.pool.lease[block] or self.pool.fence[block])
@@ -345,17 +350,22 @@ class Tree:
         """A sequence that outlived an invalidation has another root than its namespace has now."""
         return user is not None and root.namespace.key == user.namespace.key
 
-    def evict(self, count: int, user: Root | None) -> int:
-        """Free up to `count` cached blocks, leaves first and in order; returns how many were freed."""
+    def evict(self, count: int, user: Root | None, owed: int = 0) -> int:
+        """Free up to `count` cached blocks, leaves first and in order; returns how many were freed. Guarantees of
+        other namespaces than the user's are kept, but for `owed` blocks when nothing else is left."""
         freed = 0
         while freed < count:
             leaves, most = self._next_leaves(user) if self.guaranteed else (self.leaves, count)
+            last = not leaves and owed > 0
+            if last:
+                leaves, most = self._guaranteed_leaves(), owed
             if not leaves:
                 break
             leaf: Leaf = leaves[0]
             run = leaf[-1]
             tail = self._idle_tail(run, min(count - freed, most), leaf)
             taken = len(tail)
+            owed -= taken * last
             if taken == 0 or taken == run.length:
                 del leaves[0]
                 run.leaf = None
@@ -380,6 +390,11 @@ class Tree:
             if root.leaves and spare > 0 and (best is None or root.leaves[0] < best[0]):
                 best, most = root.leaves, spare
         return best, most
+
+    def _guaranteed_leaves(self) -> SortedList | None:
+        """The list with the first leaf of all namespaces that have a guarantee."""
+        lists = [root.leaves for root in self.guaranteed if root.leaves]
+        return min(lists, key=lambda leaves: leaves[0], default=None)
 
     def _idle_tail(self, run: Run, most: int, leaf: Leaf) -> Ints:
         """The run's last blocks, last first, that are reclaimable and tie with the leaf's key or come before the key

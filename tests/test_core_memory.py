@@ -267,7 +267,7 @@ class World:
         self.m.check()
         assert self.m.pool.free + self.m.pool.cached == self.blocks
         assert not (self.m.sequences or self.m.publication.leaders or self.m.publication.eager)
-        assert not (self.m.growth.promised or self.m.growth.copying)
+        assert not (self.m.tables.promised or self.m.growth.copying)
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -29,7 +29,7 @@ def state(m):
     arrays = (pool.lease, pool.fence, pool.committed, tree.last_use, m.tables.blocks, m.tables.computed, m.tables.known)
     return [
         *(array.tolist() for array in arrays),
-        (pool.stack[: pool.free].tolist(), pool.cached, pool.fenced, tree.tick, m.growth.promised),
+        (pool.stack[: pool.free].tolist(), pool.cached, pool.fenced, tree.tick, m.tables.promised),
         [(run.blocks[: run.length].tolist(), run.at, run.media) for run in tree.runs()],
         [leaf[:4] for leaf in tree.leaves],
         (sorted(tree.roots), sorted(m.sequences), list(m.requests), sorted(m.holds.pins), list(m.holds.retained)),

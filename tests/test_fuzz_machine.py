@@ -67,4 +67,4 @@ def _free_twice(self, blocks, plain=Pool._settle):
 def test_planted_faults_are_found(monkeypatch, owner, name, fault):
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(Exception):  # noqa: B017 an assertion, a broken invariant, or the crash that follows
-        run_state_machine_as_test(ManagerMachine, settings=settings(QUICK, max_examples=600, phases=[Phase.generate]))
+        run_state_machine_as_test(ManagerMachine, settings=settings(QUICK, max_examples=4000, phases=[Phase.generate]))

@@ -115,7 +115,7 @@ def picture(m: BlockManager) -> dict[str, object]:
     return {
         "stack": m.pool.stack[: m.pool.free].tolist(),
         "arrays": [a.tolist() for a in (m.pool.lease, m.pool.fence, m.pool.committed, m.tree.last_use)],
-        "counts": (m.pool.free, m.pool.cached, m.pool.fenced, m.growth.promised, m.tree.tick, m.tree.evictions),
+        "counts": (m.pool.free, m.pool.cached, m.pool.fenced, m.tables.promised, m.tree.tick, m.tree.evictions),
         "runs": runs,
         "order": [leaf[:4] for leaf in m.tree.leaves],
         "roots": {key: (r.live, r.resident, r.idle, r.number) for key, r in m.tree.roots.items()},

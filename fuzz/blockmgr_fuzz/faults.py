@@ -323,7 +323,7 @@ def _of_sequences(manager: BlockManager) -> dict[str, Any]:
         "unused rows": len(manager.tables.unused) - len(manager.tables.count),
         "leaders": {key: seq.serial for key, seq in publication.leaders.items()},
         "eager, copying, shared": [sorted(seq.serial for seq in members) for members in sets],
-        "promised": growth.promised,
+        "promised": manager.tables.promised,
         "batches": sorted(
             (seq.serial, [(n, slots.tolist()) for n, slots in seq.batch.pending])
             for seq in manager.sequences.values() if seq.batch is not None

@@ -138,8 +138,11 @@ class Cache:
         pool = self.manager.pool
         return {block for block in self.stamps if not (pool.lease[block] or pool.fence[block])}
 
-    def victims(self, count: int, held: set[int], user: Namespace, guarantees: dict[Namespace, int]) -> list[int]:
-        """Which `count` blocks must go, by trying all of them every time."""
+    def victims(
+        self, count: int, held: set[int], user: Namespace, guarantees: dict[Namespace, int]
+    ) -> list[int] | None:
+        """Which `count` blocks must go, by trying all of them every time; None if two have the same key, as those that
+        were computed at the same time and never used since have after a restart."""
         pool, left = self.manager.pool, dict(self.stamps)
         gone: list[int] = []
         parents = {block: self.parent(block) for block in left}
@@ -151,7 +154,11 @@ class Cache:
                 if block not in inner | held and not (pool.lease[block] or pool.fence[block])
                 and (content.space == user or resident.count(content.space) > guarantees.get(content.space, 0))
             ]  # fmt: skip
-            worst = min(leaves, key=lambda block: (self.priority[block], self.score[block], self.recency[block]))
+            keys = {block: (self.priority[block], self.score[block], self.recency[block]) for block in leaves}
+            worst = min(leaves, key=keys.__getitem__)
+            if list(keys.values()).count(keys[worst]) > 1:
+                event("a tie")
+                return None
             del left[worst]
             gone.append(worst)
         return gone
@@ -199,7 +206,7 @@ class ExactMachine(RuleBasedStateMachine):
                 spare -= unheld - min(unheld, max(0, len(mine) - least))
         return spare
 
-    def _expect_evicted(self, count: int, held: set[int], user: Namespace, free: int) -> list[int]:
+    def _expect_evicted(self, count: int, held: set[int], user: Namespace, free: int) -> list[int] | None:
         self.cache.gone.clear()
         return self.cache.victims(max(0, count - free), held, user, self.guarantees)
 
@@ -380,15 +387,16 @@ class ExactMachine(RuleBasedStateMachine):
         step = self.manager.grow(self.batch, n)
         starved = [lives[seq.serial] for seq in step.starved]
         targets = {int(target): (source, target, count) for source, target, count in step.copies}
-        taken = 0
+        taken, refused = 0, []
         for life in sorted(members, key=lambda life: life.seq.serial):
             serial, before = life.seq.serial, counts[life.seq.serial]
             if life in starved:
                 event("starved")
                 assert len(life.seq.block_table) == before
                 beyond = needs[serial] - life.promise
-                assert self.guarantees or beyond > 0, "what was promised is not there"
+                assert beyond > 0, "what was promised is not there"
                 assert self.guarantees or beyond > spare[life.space] - taken, "served last, and there is room"
+                refused.append((beyond, life.space))
             else:
                 copies = [targets[b] for b in life.seq.block_table[before - 1 : before].tolist() if b in targets]
                 need = len(life.seq.block_table) - before + len(copies)
@@ -396,6 +404,8 @@ class ExactMachine(RuleBasedStateMachine):
                 self._used_tail(life, copies)
                 self._copy(np.array(copies).reshape(-1, 3))
                 self._took(life, before, len(copies))
+        # Where guarantees let go what was promised, room only shrinks within a step; so who starved has none after it.
+        assert all(beyond > self._spare(space) for beyond, space in refused), "starved, and there is room"
         slots = step.slots.reshape(len(members), n)
         for life, mine in zip(members, slots.tolist()):
             if life not in starved:
@@ -608,7 +618,7 @@ class ExactMachine(RuleBasedStateMachine):
         if tree.priority is not None:
             for block in self.cache.stamps:
                 assert tree.priority[block] == self.cache.priority[block], "a priority"
-        assert self.manager.growth.promised == sum(life.promise for life in self.lives), "promises"
+        assert self.manager.tables.promised == sum(life.promise for life in self.lives), "promises"
 
     def _check(self) -> None:
         self.manager.check()

@@ -69,7 +69,7 @@ def build(policy: str, runner: ModelRunner, budget: int, cost: CostModel, host: 
 
         def admit(ids: Any, reserve: int, **options: Any) -> Any:
             need = -(-(len(ids) + reserve) // manager.block_size) - len(manager.match(ids).blocks)
-            short = need - (manager.pool.free - manager.growth.promised)
+            short = need - (manager.pool.free - manager.tables.promised)
             running = any(seq.live for seq in manager.sequences.values())
             return NoSpace(short) if short > 0 and running else manager.admit(ids, reserve=reserve, **options)
 
