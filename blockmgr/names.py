@@ -64,8 +64,8 @@ class Names:
     hashed   blocks hashed so far
 
     hasher   bytes -> digest of fixed length. Names need not be collision-free for the manager or the host tier to be
-             right (both compare content), only for consumers that go by name alone: give a cryptographic hash where
-             tenants share such a thing.
+             right (the tree and prefixes.py compare content), only for consumers that go by name alone: give a
+             cryptographic hash where tenants share such a thing.
     """
 
     def __init__(self, manager: BlockManager, hasher: Hasher = xxh3_128) -> None:
@@ -117,6 +117,12 @@ class Names:
         if len(self._changes) > MOST_RECORDS:
             with suppress(Exception):  # a hasher that fails is met again by whoever asks; this operation goes on
                 self._name_all()
+
+    def add(self, consumer: Consumer) -> None:
+        """Tell a consumer what is there, and every change from now on."""
+        self.catch_up()
+        self._tell_anew(consumer)
+        self.consumers.append(consumer)
 
     def catch_up(self) -> None:
         """Publish what is computed, then name every change so far and tell the consumers.

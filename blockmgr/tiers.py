@@ -16,7 +16,7 @@ States of a host block, each in one place only:
 
     free      on the free list
     saving    in `_saving`: a copy into it is under way; it can't be hit
-    stored    in `_entries`: a prefix block, found by name, verified by content; `_entries` is in LRU order
+    stored    in `_entries`: a prefix block, found by its prefix's number (prefixes.py); `_entries` is in LRU order
     loading   stored, and `_loading[h] > 0` copies out of it are under way; it is not evicted
     swapped   named by a Swap: a preempted sequence's block; not shared
 
@@ -41,7 +41,8 @@ from .fences import Guard, Ticket
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import DEFAULT, Namespace, media_keys
-from .pool import Blocks
+from .pool import Blocks, Ints
+from .prefixes import NONE, Prefixes
 from .sequence import Sequence
 from .tokens import TokenIds, as_tokens
 from .tree import Place, Run, log
@@ -52,21 +53,22 @@ SavePolicy = Literal["evict", "commit", "second-use"]
 
 
 class Entry(NamedTuple):
-    """A prefix block in host memory: enough to verify a hit by content."""
+    """A prefix block in host memory, and what the event log tells of it."""
 
     host: int
     namespace: Namespace
     above: bytes  # the parent's name
+    name: bytes
     tokens: bytes
     media: bytes
     wanted: bool  # False: its namespace was invalidated while it was being saved
 
 
 class Saves(NamedTuple):
-    """Copies into host blocks: pairs int32 [k, 2] (device block, host block)."""
+    """Copies into host blocks: pairs int32 [k, 2] (device block, host block) for the prefixes with these numbers."""
 
     pairs: Pairs
-    names: tuple[bytes, ...]
+    prefixes: tuple[int, ...]
     guards: tuple[Guard, ...]
 
 
@@ -118,14 +120,16 @@ class HostTier:
         self.names = name_blocks(manager)
         self.counters = {"saved": 0, "loaded": 0, "failed": 0, "evicted": 0, "swapped_out": 0, "swapped_in": 0}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._saving: dict[bytes, Entry] = {}
-        self._queue: list[tuple[int, bytes, Run, int]] = []  # block to be copied, its name, and its place
+        self.prefixes = Prefixes()
+        # int64 [N] of the manager's blocks, as of the last change that was named: its prefix, its namespace's root
+        self._prefix, self._root = np.zeros((2, manager.num_blocks), np.int64)
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._saving: dict[int, Entry] = {}
+        self._queue: list[tuple[int, int, Run, int]] = []  # block to be copied, its prefix, and its place
         self._loading: dict[int, int] = {}
         self._swaps: dict[int, Swap] = {}  # by the sequence's serial
         self._returning: set[int] = set()  # serials of sequences whose swap is being copied back
-        self.names.catch_up()
-        self.names.consumers.append(self)
+        self.names.add(self)
 
     @property
     def free(self) -> int:
@@ -140,22 +144,47 @@ class HostTier:
     def named(self, change: Change, above: bytes, digests: tuple[bytes, ...]) -> None:
         if change.kind == "cleared":
             self._clear(change.namespace)
-        elif change.kind == ("removed" if self.save == "evict" else "stored") and self.save != "second-use":
+            return
+        if change.kind == "stored":
+            self._enter(change)
+        if change.kind == ("removed" if self.save == "evict" else "stored") and self.save != "second-use":
             self._save(change, above, digests)
+        if change.kind == "removed":
+            self._leave(change.blocks)
 
     def held(self) -> Iterator[tuple[str, Namespace, bytes | None, bytes, Blocks, bytes]]:
-        for name, entry in self._entries.items():
+        for entry in self._entries.values():
             above = None if entry.above == self.names.root(entry.namespace) else entry.above
-            yield HOST, entry.namespace, above, name, np.frombuffer(entry.tokens, np.int32), entry.media
+            yield HOST, entry.namespace, above, entry.name, np.frombuffer(entry.tokens, np.int32), entry.media
+
+    def _enter(self, change: Change) -> None:
+        """Number the prefixes that these blocks end."""
+        assert change.namespace is not None
+        root, inner = self.prefixes.enter_root(change.namespace), change.parent >= 0
+        number, media = int(self._prefix[change.parent]) if inner else root, change.media
+        for block, tokens in zip(change.blocks.tolist(), change.tokens, strict=True):
+            number = self._prefix[block] = self.prefixes.enter(number, tokens.tobytes(), media)
+            media = b""
+        self._root[change.blocks] = root
+        self.prefixes.leave(root)  # the longer ones use it
+
+    def _leave(self, blocks: Ints) -> None:
+        """The manager does not have these any more, the last of a path first."""
+        for number in self._prefix[blocks][::-1].tolist():
+            self.prefixes.leave(number)
+        self._prefix[blocks] = self._root[blocks] = NONE
 
     def _clear(self, namespace: Namespace | None) -> None:
         """An invalidated namespace leaves this tier too; copies under way for it lead nowhere."""
-        for name, entry in list(self._entries.items()):
+        root = None if namespace is None else self.prefixes.root(namespace)
+        here = self._prefix != NONE if root is None else self._prefix.astype(bool) & (self._root == root)
+        for number, entry in list(self._entries.items()):
             if namespace in (None, entry.namespace):
-                self._drop(name)
-        for name, entry in list(self._saving.items()):
+                self._drop(number)
+        for number, entry in list(self._saving.items()):
             if namespace in (None, entry.namespace):
-                self._saving[name] = entry._replace(wanted=False)
+                self._saving[number] = entry._replace(wanted=False)
+        self._leave(here.nonzero()[0])
 
     def used_again(self, seq: Sequence) -> None:
         """With save="second-use": queue the prefix blocks that this sequence found cached. Call it after admission."""
@@ -178,16 +207,18 @@ class HostTier:
         assert change.namespace is not None
         assert change.run is not None
         media = change.media
-        for index, (block, name) in enumerate(zip(change.blocks.tolist(), digests, strict=True)):
-            if name in self._entries:
-                self._entries.move_to_end(name)
-            elif name not in self._saving:
+        numbers = self._prefix[change.blocks].tolist()
+        for index, (block, number, name) in enumerate(zip(change.blocks.tolist(), numbers, digests, strict=True)):
+            if number in self._entries:
+                self._entries.move_to_end(number)
+            elif number not in self._saving:
                 host = self._take()
                 if host is None:
                     return
                 tokens = change.tokens[index].tobytes()
-                self._saving[name] = Entry(host, change.namespace, above, tokens, media, wanted=True)
-                self._queue.append((block, name, change.run, change.start + index + 1))
+                self.prefixes.use(number)
+                self._saving[number] = Entry(host, change.namespace, above, name, tokens, media, wanted=True)
+                self._queue.append((block, number, change.run, change.start + index + 1))
             above, media = name, b""
 
     def take_saves(self) -> Saves:
@@ -203,23 +234,25 @@ class HostTier:
             if run.length >= at and run.blocks[at - 1] == block and not run.root.dead:
                 path = self.manager.tree.path(run, at).astype(np.intp)
                 guards.append(self.manager.tickets.guard(path, run.root))
-        pairs = np.array([(block, self._saving[name].host) for block, name, _, _ in queue], np.int32)
-        return Saves(pairs.reshape(-1, 2), tuple(name for _, name, _, _ in queue), tuple(guards))
+        pairs = np.array([(block, self._saving[number].host) for block, number, _, _ in queue], np.int32)
+        return Saves(pairs.reshape(-1, 2), tuple(number for _, number, _, _ in queue), tuple(guards))
 
     def saved(self, saves: Saves, ok: bool = True) -> None:
         """These copies are over; unless `ok` nothing counts as backed up by them. Raises InvalidHandle if unknown."""
-        if not all(name in self._saving for name in saves.names):
+        if not all(number in self._saving for number in saves.prefixes):
             raise InvalidHandle("these saves were acknowledged before, or belong to another tier")
         self.names.catch_up()
-        roots = {space: self.names.root(space) for space in {self._saving[name].namespace for name in saves.names}}
+        spaces = {self._saving[number].namespace for number in saves.prefixes}
+        roots = {space: self.names.root(space) for space in spaces}
         self.manager.tickets.release(saves.guards)
-        for name in saves.names:
-            entry = self._saving.pop(name)
+        for number in saves.prefixes:
+            entry = self._saving.pop(number)
             if ok and entry.wanted:
-                self._entries[name] = entry
+                self._entries[number] = entry
                 self.counters["saved"] += 1
-                self._tell_stored(name, entry, roots[entry.namespace])
+                self._tell_stored(entry, roots[entry.namespace])
             else:
+                self.prefixes.leave(number)
                 self._free.append(entry.host)
                 self.counters["failed"] += not ok
 
@@ -231,13 +264,13 @@ class HostTier:
                 if not (swap.seq.live or swap.seq.preempted):
                     self.forget(swap.seq)
         if not self._free:
-            for name, entry in self._entries.items():
+            for number, entry in self._entries.items():
                 if not self._loading.get(entry.host):
-                    self._drop(name)
+                    self._drop(number)
                     self.counters["evicted"] += 1
                     if isinstance(self.manager.log, EventLog):
                         with self._guest():
-                            self.manager.log.removed_from(HOST, entry.namespace, name)
+                            self.manager.log.removed_from(HOST, entry.namespace, entry.name)
                     break
         return self._free.pop() if self._free else None
 
@@ -252,9 +285,10 @@ class HostTier:
                 self._free += hosts[::-1]
         return hosts if len(hosts) == count else None
 
-    def _drop(self, name: bytes) -> None:
+    def _drop(self, number: int) -> None:
         """Forget an entry; its page is free unless a copy out of it is under way."""
-        entry = self._entries.pop(name)
+        entry = self._entries.pop(number)
+        self.prefixes.leave(number)
         if not self._loading.get(entry.host):
             self._free.append(entry.host)
 
@@ -267,12 +301,12 @@ class HostTier:
         except Exception as error:
             log.error("the event log missed an event of the host tier", exc_info=error)
 
-    def _tell_stored(self, name: bytes, entry: Entry, root: bytes) -> None:
+    def _tell_stored(self, entry: Entry, root: bytes) -> None:
         if isinstance(self.manager.log, EventLog):
             above = None if entry.above == root else entry.above
             tokens = np.frombuffer(entry.tokens, np.int32)
             with self._guest():
-                self.manager.log.stored_in(HOST, entry.namespace, above, name, tokens, entry.media)
+                self.manager.log.stored_in(HOST, entry.namespace, above, entry.name, tokens, entry.media)
 
     # --- loading -------------------------------------------------------------------------------------------
 
@@ -294,17 +328,17 @@ class HostTier:
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         found = found if found and worthwhile(len(found)) else []
-        self._hold(found)
+        hosts = self._hold(found)
         loads = None
         try:
             answer = self.manager.admit(prompt, namespace, media=media, **options)
             # Fewer blocks than matched (at_most=), or a part of the next one (partial reuse): these pages don't follow.
             follows = isinstance(answer, Sequence) and answer.cached == len(place.blocks) * self.manager.block_size
-            if found and follows and isinstance(answer, Sequence):
-                loads = self._loads(answer, found)
+            if hosts and follows and isinstance(answer, Sequence):
+                loads = self._loads(answer, hosts)
         finally:
             if loads is None:
-                self._release(entry.host for _, entry in found)
+                self._release(hosts)
         return answer, loads
 
     def lookup(
@@ -318,27 +352,29 @@ class HostTier:
 
     def _found(
         self, place: Place, tokens: Blocks, namespace: Namespace, media: Iterable[tuple[int, bytes]]
-    ) -> list[tuple[bytes, Entry]]:
-        """The entries for the blocks behind a place, verified by content; the last token is left to compute."""
+    ) -> list[int]:
+        """The prefixes in `_entries` that follow a place; the last token is left to compute."""
         size, index = self.manager.block_size, len(place.blocks)
         keys = media_keys(media, size)
         self.names.catch_up()
-        above = self.names.above(namespace, place.run.anchor(place.at))
+        number = int(self._prefix[place.blocks[-1]]) if index else self.prefixes.root(namespace)
         found = []
-        while (index + 1) * size < len(tokens):
-            want, key = tokens[index * size : (index + 1) * size], keys.get(index, b"")
-            name = self.names.child(above, want, key)
-            entry = self._entries.get(name)
-            if entry is None or entry[1:5] != (namespace, above, want.tobytes(), key):
+        while number and (index + 1) * size < len(tokens):
+            want = tokens[index * size : (index + 1) * size].tobytes()
+            number = self.prefixes.find(number, want, keys.get(index, b""))
+            if number not in self._entries:
                 break
-            found.append((name, entry))
-            above, index = name, index + 1
+            found.append(number)
+            index += 1
         return found
 
-    def _hold(self, found: list[tuple[bytes, Entry]]) -> None:
-        for name, entry in found:
-            self._entries.move_to_end(name)
-            self._loading[entry.host] = self._loading.get(entry.host, 0) + 1
+    def _hold(self, found: list[int]) -> list[int]:
+        """The pages of these prefixes, each with one more copy under way out of it."""
+        hosts = [self._entries[number].host for number in found]
+        for number, host in zip(found, hosts, strict=True):
+            self._entries.move_to_end(number)
+            self._loading[host] = self._loading.get(host, 0) + 1
+        return hosts
 
     def _release(self, hosts: Iterable[int]) -> None:
         for host in hosts:
@@ -348,11 +384,11 @@ class HostTier:
                 if not any(entry.host == host for entry in self._entries.values()):
                     self._free.append(host)  # its entry was dropped meanwhile
 
-    def _loads(self, seq: Sequence, found: list[tuple[bytes, Entry]]) -> Loads:
+    def _loads(self, seq: Sequence, hosts: list[int]) -> Loads:
         start = seq.published
-        device = seq.block_table[start : start + len(found)]
-        pairs = np.stack([np.array([entry.host for _, entry in found], np.int32), device], axis=1)
-        return Loads(seq, pairs, start * self.manager.block_size, len(found) * self.manager.block_size, None)
+        device = seq.block_table[start : start + len(hosts)]
+        pairs = np.stack([np.array(hosts, np.int32), device], axis=1)
+        return Loads(seq, pairs, start * self.manager.block_size, len(hosts) * self.manager.block_size, None)
 
     def loaded(self, loads: Loads, ok: bool = True) -> None:
         """These copies are over: if `ok` their tokens are committed, else they are left to be computed.
@@ -462,3 +498,6 @@ class HostTier:
         held += [host for host in self._loading if host not in entries]
         if sorted(held + self._free) != list(range(self.num_blocks)):
             raise broken(1, f"host blocks are not partitioned: held {sorted(held)}, free {sorted(self._free)}")
+        numbers = {*self._entries, *self._saving, *self._prefix[self._prefix > NONE].tolist()}
+        if not self.prefixes.only(numbers):
+            raise broken(17, f"prefixes {sorted(numbers)} are kept, and others are numbered")

@@ -12,7 +12,8 @@ those that have left the window, and limits reuse to prefixes whose window is st
 
 States of a window block are those of the pool (pool.py), `committed` meaning that it is a twin. A cached twin is
 evicted by itself, least recently used first, shallow before deep: unlike in the tree a hole before the window
-harms nobody. When the manager's block goes, its twin goes. Fences: open tickets on the group as on the manager.
+harms nobody. When the manager's block goes, its twin goes. The manager's tickets fence window blocks as they fence
+its own: one that is let go while a ticket is open is not handed out before that is closed.
 
 A sequence of a group is admitted, grown, committed, trimmed and freed through the group. It can't be forked, and
 is preempted by freeing it and admitting its tokens again.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +31,22 @@ import numpy.typing as npt
 from .answers import NeverFits, NoSpace, Pending, Step
 from .audit import broken
 from .errors import InvalidConfig, InvalidHandle, InvalidState
+from .fences import Ticket
 from .manager import BlockManager
 from .namespace import DEFAULT, Namespace
 from .pool import Blocks, Ints, Pool
-from .sequence import Sequence
+from .sequence import NO_COPIES, Sequence
 from .tokens import TokenIds, as_tokens
 from .tree import Root, Run
+
+
+class Taken(NamedTuple):
+    """Window blocks that were leased, and what it takes to undo that: the twins that had to go with their owners, and
+    the order of the cached ones up to the last of those."""
+
+    blocks: list[int]
+    evicted: list[tuple[int, int]]
+    order: list[int]
 
 
 class WindowGroup:
@@ -59,7 +70,9 @@ class WindowGroup:
         self.owner = np.full(num_blocks, -1, np.int32)
         self._tables: dict[int, list[int]] = {}  # by the sequence's serial
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached twins, the next to go first
-        self.missed = False
+        self._fenced: list[tuple[Ticket, Ints]] = []  # blocks that were let go while the ticket was open
+        self._unpaired: set[Sequence] = set()  # published less than they computed: memory was short
+        self.missed = False  # a change of the tree: no twin can be trusted any more
         manager.tree.listeners.append(self)
 
     def first_block(self, tokens: int) -> int:
@@ -82,8 +95,14 @@ class WindowGroup:
     def lookup(self, prompt: TokenIds, namespace: Namespace = DEFAULT) -> int:
         """Leading tokens that admission would reuse: the longest cached prefix whose window is there too."""
         tokens = as_tokens(prompt)
-        blocks = self.manager.match(tokens, namespace).blocks
+        blocks = self._match(tokens, namespace, ())
         return self._boundary(blocks) * self.manager.block_size
+
+    def _match(self, tokens: Blocks, namespace: Namespace, media: Iterable[tuple[int, bytes]]) -> Ints:
+        """The manager's blocks that hold the longest cached prefix; what twins there are is up to date after it."""
+        blocks = self.manager.match(tokens, namespace, media=media).blocks
+        self._catch_up()
+        return blocks
 
     def _boundary(self, blocks: Ints) -> int:
         """The longest prefix, in blocks, the last blocks of which all have twins back to the window's start."""
@@ -112,7 +131,7 @@ class WindowGroup:
         the smaller of the pools. `reserve` is a promise of the manager's blocks only.
         """
         tokens, size, media = as_tokens(prompt), self.manager.block_size, tuple(media)
-        matched = self.manager.match(tokens, namespace, media=media).blocks
+        matched = self._match(tokens, namespace, media)
         boundary = self._boundary(matched)
         first = self.first_block(boundary * size)
         twins = self.twin[matched[first:boundary]].astype(np.intp)
@@ -123,23 +142,21 @@ class WindowGroup:
         missing = total - boundary - (self.pool.reclaimable - idle)
         if missing > 0:
             return NoSpace(missing)
-        seq = self.manager.admit(
-            tokens, namespace, reserve=reserve, wait=wait, media=media, request_id=request_id, at_most=boundary * size
-        )
-        if not isinstance(seq, Sequence):
-            return seq
-        self.pool.hold(twins, idle)
-        waiting = [block for block in twins.tolist() if block in self._idle]
-        for block in waiting:
-            del self._idle[block]
+        taken = self._take(total - boundary, frozenset(twins.tolist()))
+        seq: Sequence | NoSpace | NeverFits | Pending | None = None
         try:
-            own = self._take(total - boundary)
-        except BaseException:
-            self.pool.drop(twins, 0)
-            self._idle.update(dict.fromkeys(waiting))
-            self.manager.free(seq)
-            raise
-        self._tables[seq.serial] = [-1] * first + twins.tolist() + own
+            seq = self.manager.admit(
+                tokens, namespace, reserve=reserve, wait=wait, media=media, request_id=request_id,
+                at_most=boundary * size,
+            )  # fmt: skip
+        finally:
+            if not isinstance(seq, Sequence):
+                self._give_back(taken)
+        if isinstance(seq, Sequence):
+            self.pool.hold(twins, idle)
+            for block in twins.tolist():
+                self._idle.pop(block, None)
+            self._tables[seq.serial] = [-1] * first + twins.tolist() + taken.blocks
         return seq
 
     # --- growth and commit ---------------------------------------------------------------------------------
@@ -147,19 +164,18 @@ class WindowGroup:
     def grow(self, seq: Sequence, n: int = 1) -> Step:
         """BlockManager.grow for one sequence in both pools; Step.slots are the manager's, see `slots` for these."""
         table, size = self._table(seq), self.manager.block_size
-        need = -(-(seq.length + n) // size) - len(table)
+        self._catch_up()
+        need = max(0, -(-(seq.length + n) // size) - len(table))
         if need > self.pool.reclaimable:
-            return Step(np.full(n, -1, np.int64), np.empty((0, 3), np.int32), (seq,))
-        own = self._take(max(0, need))
+            return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
+        taken, step = self._take(need), None
         try:
             step = self.manager.grow(seq, n)
-        except BaseException:
-            self.pool.drop(np.array(own, np.intp), 0)
-            raise
-        if step.starved:
-            self.pool.drop(np.array(own, np.intp), 0)
-        else:
-            table += own
+        finally:
+            if step is None or step.starved:
+                self._give_back(taken)
+        if not step.starved:
+            table += taken.blocks
         return step
 
     def commit(self, seq: Sequence, tokens: int | TokenIds) -> None:
@@ -167,13 +183,46 @@ class WindowGroup:
         if seq.serial not in self._tables:
             return
         table, start = self._table(seq), seq.published
+        self._catch_up()
         self.manager.commit(seq, tokens)
+        self._catch_up()
+        self._pair(seq, start)
+        if self._behind(seq):
+            self._unpaired.add(seq)
+        self._drop_before(table, self.first_block(seq.computed))
+
+    def _behind(self, seq: Sequence) -> bool:
+        """It has computed blocks that it can still publish."""
+        return self.manager.caching and not seq.root.dead and seq.published < seq.computed // self.manager.block_size
+
+    def _pair(self, seq: Sequence, start: int) -> None:
+        """Make twins of the sequence's window blocks for what it published from logical block `start` on."""
+        table = self._tables[seq.serial]
         for index, block in enumerate(seq.block_table[start : seq.published].tolist(), start):
             mine = table[index]
             if mine >= 0 and self.twin[block] < 0 and not self.pool.committed[mine]:
                 self.twin[block], self.owner[mine] = mine, block
                 self.pool.committed[mine] = True
-        self._drop_before(table, self.first_block(seq.computed))
+
+    def _catch_up(self) -> None:
+        """Let fences fall whose tickets are closed, pair what was published late, and if a change of the tree was
+        missed begin anew without twins: a block may hold something else by now."""
+        if self._fenced:
+            active = self.manager.tickets.active
+            over = [blocks for ticket, blocks in self._fenced if ticket not in active]
+            self._fenced = [record for record in self._fenced if record[0] in active]
+            for blocks in over:
+                self.pool.unfence(self._committed_first(blocks))
+                self._list_idle(blocks)
+        if self.missed:
+            self.missed = False
+            for block in self.twin[self.twin >= 0].tolist():
+                self._part(block)
+        for seq in list(self._unpaired):
+            if not seq.root.dead:
+                self._pair(seq, 0)
+            if not self._behind(seq):
+                self._unpaired.remove(seq)
 
     def trim(self, seq: Sequence, length: int) -> None:
         """BlockManager.trim. Raises InvalidState if the window behind `length` tokens was dropped already."""
@@ -191,8 +240,10 @@ class WindowGroup:
     def free(self, seq: Sequence) -> None:
         """BlockManager.free, and the sequence's window blocks."""
         table = self._table(seq)
+        self._catch_up()
         self.manager.free(seq)
         del self._tables[seq.serial]
+        self._unpaired.discard(seq)
         self._release(table)
 
     def _table(self, seq: Sequence) -> list[int]:
@@ -206,24 +257,57 @@ class WindowGroup:
 
     def _release(self, table: list[int]) -> None:
         blocks = np.array([block for block in table if block >= 0], np.intp)
-        blocks = blocks[np.argsort(~self.pool.committed[blocks], kind="stable")]  # as Pool.drop wants them
-        self.pool.drop(blocks, 0)
+        active = self.manager.tickets.active
+        self.pool.drop(self._committed_first(blocks), len(active))
+        self._fenced += [(ticket, blocks) for ticket in active if len(blocks)]
+        self._list_idle(blocks)
+
+    def _committed_first(self, blocks: Ints) -> Ints:
+        """As Pool.drop and Pool.unfence want them."""
+        return blocks[np.argsort(~self.pool.committed[blocks], kind="stable")]
+
+    def _list_idle(self, blocks: Ints) -> None:
         for block in blocks.tolist():
-            if self.pool.lease[block] == 0 and self.pool.committed[block]:
+            if self.pool.committed[block] and not self.pool.lease[block] and not self.pool.fence[block]:
                 self._idle[block] = None
 
-    def _take(self, count: int) -> list[int]:
-        while self.pool.free < count:
-            self._forget(self._idle.popitem(last=False)[0])
-        return [int(block) for block in self.pool.take(count)]
+    def _take(self, count: int, keep: frozenset[int] = frozenset()) -> Taken:
+        """Lease `count` blocks, evicting twins but for `keep` where too few are free; they have been counted."""
+        short = max(0, count - self.pool.free)
+        order: list[int] = []
+        gone: list[int] = []
+        for block in self._idle:
+            if len(gone) == short:
+                break
+            order.append(block)
+            if block not in keep:
+                gone.append(block)
+        evicted = [(block, int(self.owner[block])) for block in gone]
+        blocks = self.pool.take(count - short).tolist()
+        for block in gone:
+            self._unpair(block)
+            del self._idle[block]
+            self.pool.lease[block] = 1
+        self.pool.cached -= short
+        return Taken(blocks + gone, evicted, order)
 
-    def _forget(self, block: int) -> None:
-        """A cached twin becomes free."""
+    def _give_back(self, taken: Taken) -> None:
+        """Undo a `_take` after which nothing changed here."""
+        gone = len(taken.evicted)
+        self.pool.drop(np.array(taken.blocks[: len(taken.blocks) - gone], np.intp), 0)
+        for block, owner in taken.evicted:
+            self.twin[owner], self.owner[block] = block, owner
+            self.pool.committed[block] = True
+            self.pool.lease[block] = 0
+        self.pool.cached += gone
+        for block in reversed(taken.order):
+            self._idle[block] = None
+            self._idle.move_to_end(block, last=False)
+
+    def _unpair(self, block: int) -> None:
         self.twin[self.owner[block]] = -1
         self.owner[block] = -1
         self.pool.committed[block] = False
-        self.pool.cached -= 1
-        self.pool.give(np.array([block]))
 
     # --- the tree's changes --------------------------------------------------------------------------------
 
@@ -243,17 +327,16 @@ class WindowGroup:
 
     def _part(self, block: int) -> None:
         """A twin loses its owner: free if nobody leases it, else private to who does."""
+        self._unpair(block)
         if block in self._idle:
             del self._idle[block]
-            self._forget(block)
-        else:
-            self.twin[self.owner[block]] = -1
-            self.owner[block] = -1
-            self.pool.committed[block] = False
+            self.pool.cached -= 1
+            self.pool.give(np.array([block]))
 
     def check(self) -> None:
         """Verify the manager's invariants and the group's; raises InvariantViolation."""
         self.manager.check()
+        self._catch_up()
         pool = self.pool
         lease = np.zeros(pool.num_blocks, np.int64)
         for serial, table in self._tables.items():
@@ -273,9 +356,15 @@ class WindowGroup:
             raise broken(17, "twins and owners of window blocks disagree")
         if (pool.committed != (self.owner >= 0)).any() or not self.manager.pool.committed[self.twin >= 0].all():
             raise broken(17, "a window block is committed without an owner in the tree")
-        cached = set(((pool.lease == 0) & pool.committed).nonzero()[0].tolist())
+        fence = np.zeros(pool.num_blocks, np.int64)
+        for _, blocks in self._fenced:
+            fence[blocks] += 1
+        held = (lease > 0) | (fence > 0)
+        if (fence != pool.fence).any() or pool.fenced != int(np.count_nonzero((fence > 0) & (lease == 0))):
+            raise broken(30, f"window blocks' fences are {pool.fence}, open tickets hold {fence}")
+        cached = set((~held & pool.committed).nonzero()[0].tolist())
         if cached != set(self._idle) or pool.cached != len(cached):
             raise broken(1, f"window blocks {cached} are cached, listed are {set(self._idle)}, counted {pool.cached}")
-        free = set(((pool.lease == 0) & ~pool.committed).nonzero()[0].tolist())
+        free = set((~held & ~pool.committed).nonzero()[0].tolist())
         if free != set(pool.stack[: pool.free].tolist()) or len(free) != pool.free:
             raise broken(1, f"window blocks {free} are free, listed are {pool.stack[: pool.free].tolist()}")

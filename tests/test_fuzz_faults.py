@@ -256,29 +256,10 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-# What is not all-or-nothing yet, by kind: why, and which operations.
-KNOWN = {
-    "allocation": (
-        "a window group leases after the manager has admitted or committed",
-        {
-            "admit to a window", "admit to a window by evicting", "evict the owners of a window", "commit in a window",
-        },
-    ),
-    "tier": (
-        "a window group that is not told of an eviction keeps twins without an owner",
-        {
-            "evict the owners of a window", "invalidate windows",
-        },
-    ),
-}  # fmt: skip
-
-
 def cases():
     for name in OPERATIONS:
         for kind in faults.POINTS:
-            reason, names = KNOWN.get(kind, ("", set()))
-            marks = pytest.mark.xfail(strict=True, reason=reason) if name in names else ()
-            yield pytest.param(name, kind, id=f"{name}, {kind}", marks=marks)
+            yield pytest.param(name, kind, id=f"{name}, {kind}")
 
 
 @pytest.mark.parametrize(("name", "kind"), list(cases()))

@@ -22,7 +22,10 @@ WANTED = {
         "pending", "evicted in order", "forked", "pinned", "starved",
     },
     TierMachine: {"operate", "host hit", "swapped out", "swapped in", "gap"},
-    WindowMachine: {"admit", "compute", "decode", "grow", "trim", "free", "invalidate"},
+    WindowMachine: {
+        "admit", "compute", "decode", "grow", "trim", "free", "invalidate", "open_ticket", "close_ticket",
+        "a window starves", "a window grows", "a window fence falls",
+    },
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def evict_twin(group: WindowGroup, logical: int) -> None:
     block = int(group.twin[group.manager.match(TOKENS[:17]).blocks[logical]])
     group._idle.move_to_end(block, last=False)
     hold = group._take(group.pool.free + 1)
-    group._release(hold)
+    group._release(hold.blocks)
 
 
 def test_d28_a_hit_needs_only_the_window():

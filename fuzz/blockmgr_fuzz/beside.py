@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from blockmgr import BlockManager, InvalidState, Namespace, Sequence
 from blockmgr.events import EventLog, MissedEvents, Removed, TreeMirror
+from blockmgr.fences import Ticket
 from blockmgr.tiers import HostTier, Loads
 from blockmgr.windows import WindowGroup
 
@@ -369,6 +370,17 @@ class WindowMachine(RuleBasedStateMachine):
         self.group = WindowGroup(self.manager, window, own)
         self.memory = np.full(own * size, None, object)
         self.live: list[Sequence] = []
+        self.held: set[int] = set()  # window blocks that tables named after the last step
+        self.fenced: dict[Ticket, set[int]] = {}  # those that were let go while the ticket was open
+
+    def _named(self) -> set[int]:
+        return {int(block) for seq in self.live for block in self.group.block_table(seq) if block >= 0}
+
+    def _handed_out(self, seq: Sequence, before: set[int]) -> None:
+        new = {int(block) for block in self.group.block_table(seq) if block >= 0} - before
+        for fenced in self.fenced.values():
+            for block in new & fenced:
+                assert self.group.pool.committed[block], "handed out while a step that may write it goes on"
 
     def _write(self, seq: Sequence, start: int, tokens: list[int]) -> None:
         for position, slot in enumerate(self.group.slots(seq, start, len(tokens)).tolist(), start):
@@ -383,11 +395,13 @@ class WindowMachine(RuleBasedStateMachine):
         total = -(-len(prompt) // size)
         first = group.first_block(expected)
         twins = group.twin[cached[first : expected // size]]
-        idle = sum(group.pool.lease[twin] == 0 for twin in twins)
-        missing = total - expected // size - (int((group.pool.lease == 0).sum()) - idle)
+        idle = sum(group.pool.lease[twin] == group.pool.fence[twin] == 0 for twin in twins)
+        free = (group.pool.lease == 0) & (group.pool.fence == 0)
+        missing = total - expected // size - (int(free.sum()) - idle)
         seq = group.admit(prompt, wait=False)
         if isinstance(seq, Sequence):
             assert missing <= 0 and seq.cached == expected < len(prompt)
+            self._handed_out(seq, set())
             self.live.append(seq)
             if not (linger and part):
                 self._compute(seq, len(prompt))
@@ -413,7 +427,7 @@ class WindowMachine(RuleBasedStateMachine):
     def decode(self, index: int, n: int, token: int) -> None:
         if self.live:
             seq = self.live[index % len(self.live)]
-            if seq.length == seq.computed == seq.known and not self.group.grow(seq, n).starved:
+            if seq.length == seq.computed == seq.known and self._grow(seq, n):
                 tokens = [*seq.tokens.tolist(), *[token] * n]
                 self._write(seq, seq.computed, tokens)
                 self.group.commit(seq, [token] * n)
@@ -421,7 +435,14 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(index=pick, n=st.integers(1, 3))
     def grow(self, index: int, n: int) -> None:
         if self.live and self.live[index % len(self.live)].computed == self.live[index % len(self.live)].known:
-            self.group.grow(self.live[index % len(self.live)], n)
+            self._grow(self.live[index % len(self.live)], n)
+
+    def _grow(self, seq: Sequence, n: int) -> bool:
+        before = set(self.group.block_table(seq).tolist())
+        starved = self.group.grow(seq, n).starved
+        self._handed_out(seq, before)
+        event("a window starves" if starved else "a window grows")
+        return not starved
 
     @rule(index=pick, length=pick)
     def trim(self, index: int, length: int) -> None:
@@ -435,6 +456,19 @@ class WindowMachine(RuleBasedStateMachine):
         if self.live:
             self.group.free(self.live.pop(index % len(self.live)))
 
+    @rule()
+    def open_ticket(self) -> None:
+        if len(self.fenced) < 3:
+            self.fenced[self.manager.open_ticket()] = set()
+
+    @rule(index=pick)
+    def close_ticket(self, index: int) -> None:
+        if self.fenced:
+            ticket = list(self.fenced)[index % len(self.fenced)]
+            if self.fenced.pop(ticket):
+                event("a window fence falls")
+            self.manager.close_ticket(ticket)
+
     @rule(really=st.integers(0, 5))
     def invalidate(self, really: int) -> None:
         if not really:
@@ -445,6 +479,10 @@ class WindowMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.group.check()
+        named = self._named()
+        for fenced in self.fenced.values():
+            fenced |= self.held - named
+        self.held = named
         for seq in self.live:
             tokens = seq.tokens.tolist()
             # The query of the next token sees itself and window - 1 before it.
@@ -457,6 +495,8 @@ class WindowMachine(RuleBasedStateMachine):
             return
         for seq in self.live:
             self.group.free(seq)
+        for ticket in self.fenced:
+            self.manager.close_ticket(ticket)
         self.group.check()
         pool = self.group.pool
         assert pool.free + pool.cached == pool.num_blocks

@@ -36,7 +36,8 @@ from blockmgr.tree import Root, Run, Tree
 from blockmgr.windows import WindowGroup
 
 # What may fail, by kind. Pool.take inside Growth.take comes after eviction, which can't be undone, and is arithmetic
-# on arrays that exist; that allocation fails at Growth.take, before anything was evicted.
+# on arrays that exist; that allocation fails at Growth.take, before anything was evicted. (WindowGroup._take asks the
+# pool first and evicts then, so both may fail.)
 POINTS: dict[str, tuple[tuple[type, tuple[str, ...]], ...]] = {
     "allocation": (
         (Pool, ("take",)),
@@ -53,11 +54,12 @@ POINTS: dict[str, tuple[tuple[type, tuple[str, ...]], ...]] = {
 }
 # What a failing party may lose of its own when the operation goes on without it.
 HOST = {"host free", "host entries", "host saving", "host queue", "host counters"}
+WINDOW = {"twins", *("window " + name for name in ("idle", "tokens", "committed", "cached", "free list", "tables"))}
 OWN = {
     "listener": {"told"},
     "order": {"scores", "eviction order"},
     "event": {"events", "gap", "evicted names", *HOST},  # told anew after a gap: the host tier starts empty
-    "tier": {"events", *HOST},
+    "tier": {"events", *HOST, *WINDOW},  # a group that missed a change begins anew without twins
 }
 
 

@@ -175,7 +175,7 @@ def machines(module: str) -> tuple[type[RuleBasedStateMachine], ...]:
     from . import beside, machine, properties
 
     core = (machine.ManagerMachine, properties.ExactMachine)
-    if module in ("tiers", "events", "names"):
+    if module in ("tiers", "events", "names", "prefixes"):
         return (beside.TierMachine,)
     if module == "windows":
         return (beside.WindowMachine,)
