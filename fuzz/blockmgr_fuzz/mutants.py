@@ -116,6 +116,32 @@ TREE = _of(
      "guard forgotten"),
 )  # fmt: skip
 
+PROMISES = (
+    *_of(
+        "tree",
+        ("what was promised waits behind guarantees", "last = not leaves and owed > 0", "last = False",
+         "evicted by the usual rule only"),
+        ("a merge takes a promised block", "if limited and (most := most - pool.idle(child.blocks[:1])) < 0:",
+         "if False:", "guard forgotten"),
+        ("a merge takes a promised stretch", "if limited and (most := most - pool.idle(theirs[:same])) < 0:",
+         "if False:", "guard in one of two places"),
+    ),
+    *_of(
+        "growth",
+        ("guarantees beat promises", "if need > covered and need - covered > self.spare(seq.root):",
+         "if need - covered > self.spare(seq.root):", "what was promised asks for permission"),
+        ("what was promised is missing", "return short and short - min(", "return short - min(", "the same"),
+    ),
+    *_of(
+        "publication",
+        ("merging may take anything", "seq.media, self._takeable(blocks)", "seq.media, self._pool.num_blocks",
+         "it gives back as many, it was thought"),
+        ("merging looks at tickets only",
+         "if promised and (self._tickets.active or pool.fences or (pool.lease[blocks] > ONE).any()):",
+         "if promised and self._tickets.active:", "a fork keeps the copies too"),
+    ),
+)  # fmt: skip
+
 ORDERS = _of(
     "eviction",
     ("a stored block keeps its score", "self.scores[blocks] = 0.0", "pass", "recycling leaves a trace"),
@@ -461,6 +487,6 @@ WINDOWS = _of(
 )  # fmt: skip
 
 ALL: tuple[Mutant, ...] = (
-    *POOL, *TREE, *ORDERS, *TABLES, *IDENTITY, *GROWTH, *ADMISSION, *PUBLICATION, *FENCES, *HOLDS, *SNAPSHOT, *SEQUENCE,
-    *MANAGER, *NAMES, *EVENTS, *TIERS, *PREFIXES, *WINDOWS,
+    *POOL, *TREE, *PROMISES, *ORDERS, *TABLES, *IDENTITY, *GROWTH, *ADMISSION, *PUBLICATION, *FENCES, *HOLDS, *SNAPSHOT,
+    *SEQUENCE, *MANAGER, *NAMES, *EVENTS, *TIERS, *PREFIXES, *WINDOWS,
 )  # fmt: skip

@@ -347,18 +347,16 @@ def blocks_under_two_tickets() -> None:
 
 @situation
 def a_fenced_prefix_is_hit() -> None:
-    manager = BlockManager(3, 1)
-    cached(manager, [1, 2])
+    manager = BlockManager(4, 1)
     ticket = manager.open_ticket()
     cached(manager, [1, 2, 3])
     seq = manager.admit([1, 2, 3])
-    assert isinstance(seq, NoSpace) or seq.cached == 2
+    assert isinstance(seq, Sequence) and seq.cached == 2
     manager.check()
-    if isinstance(seq, Sequence):
-        manager.free(seq)
+    manager.free(seq)
     manager.close_ticket(ticket)
     manager.check()
-    assert isinstance(manager.admit([7, 8, 9]), Sequence)
+    assert isinstance(manager.admit([7, 8, 9, 10]), Sequence)
 
 
 @situation
@@ -423,3 +421,66 @@ def old_weights_are_not_published() -> None:
     manager.free(seq)
     manager.check()
     assert manager.pool.free == 8
+
+
+@situation
+def two_leaves_have_to_go_and_one_is_longer() -> None:
+    manager = BlockManager(4, 1)
+    cached(manager, [1])
+    cached(manager, [2, 3, 4])
+    computed(manager, [5, 6])
+    assert (found(manager, [1]), found(manager, [2, 3, 4])) == (0, 2)
+
+
+@situation
+def a_copy_reads_the_beginning_of_a_run() -> None:
+    manager = BlockManager(6, 1)
+    cached(manager, [1, 2, 3, 4])
+    cached(manager, [5, 6])
+    place = manager.match([1, 2, 9])
+    guard = manager.tickets.guard(place.blocks, place.run.root)
+    computed(manager, [20, 21, 22, 23])
+    manager.check()
+    assert found(manager, [1, 2, 3, 4]) == 2, "a block was evicted while a copy reads it"
+    manager.tickets.release([guard])
+    manager.check()
+
+
+@situation
+def the_last_branch_of_a_place_goes() -> None:
+    manager = BlockManager(4, 1)
+    cached(manager, [1, 2, 3])
+    cached(manager, [1, 8])
+    assert isinstance(manager.admit([20, 21, 22, 23]), Sequence)
+    manager.check()
+
+
+@situation
+def a_place_with_a_branch_is_invalidated() -> None:
+    manager = BlockManager(4, 1)
+    cached(manager, [1, 2, 3])
+    cached(manager, [1, 8])
+    manager.invalidate()
+    for token in (4, 5, 6, 7):
+        cached(manager, [token])
+    assert [found(manager, [token, 8]) for token in (4, 5, 6, 7)] == [1] * 4, "a branch of what was there before"
+    manager.check()
+
+
+@situation
+def the_first_in_was_used_last() -> None:
+    manager = BlockManager(3, 1, order="fifo")
+    for token in (1, 2, 1, 3, 4):
+        cached(manager, [token])
+    assert [found(manager, [token]) for token in (1, 2, 3, 4)] == [0, 1, 1, 1]
+
+
+@situation
+def what_is_cached_is_computed_once_more() -> None:
+    manager = BlockManager(3, 1)
+    cached(manager, [1])
+    seq = computed(manager, [1])
+    manager.check()
+    assert manager.pool.free == 2 and manager.pool.leased == 1
+    manager.free(seq)
+    manager.check()

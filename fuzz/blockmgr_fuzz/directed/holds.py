@@ -211,3 +211,59 @@ def who_was_promised_room_leaves() -> None:
     manager.free(computed(manager, [1], reserve=3))
     assert isinstance(manager.admit([5, 6, 7, 8]), Sequence)
     manager.check()
+
+
+@situation
+def the_oldest_prefix_is_guaranteed() -> None:
+    manager, tenant = BlockManager(4, 1), Namespace(salt="a")
+    cached(manager, [1, 2], namespace=tenant)
+    cached(manager, [5, 6])
+    manager.guarantee(tenant, 2)
+    computed(manager, [7])
+    assert (manager.lookup([1, 2, 3], tenant), found(manager, [5, 6])) == (2, 1)
+
+
+@situation
+def a_block_with_a_priority_is_used_for_something_else() -> None:
+    manager = BlockManager(2, 1)
+    cached(manager, [1])
+    manager.retain([1], priority=3)
+    cached(manager, [8, 9])
+    for token in range(20, 26):  # each of the two blocks is the oldest at some time
+        cached(manager, [token])
+        assert found(manager, [token - 1]) == (token > 20), "the block has the priority of what was in it before"
+    manager.check()
+
+
+@situation
+def eviction_passed_by_a_pin() -> None:
+    manager = BlockManager(4, 1)
+    cached(manager, [1, 2])
+    cached(manager, [5])
+    pin = manager.pin([1, 2], "owner")
+    assert not isinstance(pin, NoSpace)
+    cached(manager, [6, 7])
+    manager.unpin(pin)
+    manager.check()
+    assert isinstance(manager.admit([20, 21, 22, 23]), Sequence)
+
+
+@situation
+def a_merge_that_waited_is_held_up_by_a_fork() -> None:
+    for prompt in ([0], [0, 1, 2]):  # one block that is there already, and a stretch of them
+        manager = BlockManager(9, 1)
+        cached(manager, prompt)
+        twin = manager.admit(prompt, wait=False)
+        assert isinstance(twin, Sequence)
+        left = manager.pool.reclaimable
+        batch = manager.batch([computed(manager, [7], reserve=left - 1)])
+        ticket = manager.open_ticket()
+        manager.commit(twin, len(prompt) - twin.cached)
+        manager.check()
+        assert isinstance(manager.fork(twin), Sequence)
+        manager.close_ticket(ticket)
+        manager.commit(twin, 0)  # publishes it and not the fork, which keeps the copies
+        for token in range(left - 1):
+            assert not manager.grow(batch).starved, "merging took what was promised"
+            manager.commit(batch, [token])
+        manager.check()

@@ -197,15 +197,21 @@ def the_last_token_is_in_host_memory() -> None:
 
 @situation
 def a_host_hit_is_refused() -> None:
-    manager, tier = host_with_a_prefix()
-    manager.admit([9, 9, 9], wait=False)
+    manager = BlockManager(2, 2)
+    tier = HostTier(manager, 3)
+    cached(manager, [1, 2, 3])
+    cached(manager, [5, 6, 7, 8])
+    saved(tier)
+    holder = manager.admit([9, 9, 9], wait=False)
+    assert isinstance(holder, Sequence) and tier.lookup([1, 2, 3]) == 2
+    saved(tier)
     answer, loads = tier.admit([1, 2, 3])
     assert isinstance(answer, NoSpace) and loads is None
-    manager.free(next(iter(manager.sequences.values())))
-    cached(manager, [60, 61, 62, 63])
-    saved(tier)  # its only page is needed: nobody holds it
-    assert tier.lookup([1, 2, 3]) == 0
-    tier.check()
+    manager.free(holder)
+    for token in (60, 70, 80):
+        cached(manager, list(range(token, token + 4)))
+        saved(tier)
+    assert tier.lookup([1, 2, 3]) == 0, "its page is kept though nothing is copied out of it"
 
 
 @situation
