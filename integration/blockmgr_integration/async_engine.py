@@ -1,9 +1,10 @@
 """An asyncio front for the engine: `async for token in front.generate(...)`.
 
-One task drives the engine, a step at a time, in a worker thread; submissions and aborts happen between steps, on the
-event loop's thread, so nothing is locked. The queue in front is bounded: a request beyond it is refused at once
-(Overloaded), never stored. A consumer that goes away (cancelled, disconnected, timed out, or just stops iterating)
-aborts its request, and its blocks are free before the next step.
+One task drives the engine, a step at a time, in a worker thread. Whatever touches the scheduler (submissions, aborts,
+looks) is collected meanwhile and done between steps, on the event loop's thread, so nothing is locked. The queue in
+front is bounded: a request beyond it is refused at once (Overloaded), never stored. A consumer that goes away
+(cancelled, disconnected, timed out, or just stops iterating) aborts its request, and its blocks are free before the
+next step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from blockmgr import Namespace
 
 from .engine import Engine
-from .scheduler import Request
+from .scheduler import DeadlinePassed, Request
 
 DONE = object()
 T = TypeVar("T")
@@ -35,6 +36,10 @@ class Overloaded(Exception):
 
 class DeadlineExceeded(Exception):
     """The request was not finished in time and has been aborted."""
+
+
+class CallbackFailed(Exception):
+    """`on_token` raised and its request has been aborted; the cause is chained."""
 
 
 class EngineStopped(Exception):
@@ -62,6 +67,7 @@ class AsyncEngine:
         self.engine, self.max_waiting = engine, max_waiting
         self.served = self.aborted = 0
         self._streams: dict[Request, _Stream] = {}
+        self._arriving: list[_Stream] = []
         self._doomed: list[Request] = []
         self._looks: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._wake = asyncio.Event()
@@ -82,7 +88,7 @@ class AsyncEngine:
         finally:
             self._thread.shutdown(wait=True)  # a step that is under way ends first
             self._doomed += self._streams
-            self._bury()
+            self._settle()
             self._fail(EngineStopped("the engine was stopped"))
 
     async def generate(
@@ -95,22 +101,28 @@ class AsyncEngine:
         priority: int = 0,
         deadline: float | None = None,
         admitted: Callable[[Request], None] = lambda request: None,
+        on_token: Callable[[int], None] | None = None,
     ) -> AsyncIterator[int]:
         """Yield the generated token ids as they are sampled; a token in `stop` ends it and is not yielded.
 
         priority  higher ones are admitted first; deadline  seconds from now until DeadlineExceeded
         admitted  called once, before the first token, with the request (its `cached` counts reused prompt tokens)
-        Raises Overloaded, RequestTooLong, InvalidTokens at the first iteration; DeadlineExceeded, EngineStopped later.
+        on_token  called with each token in the engine's thread, as soon as it is sampled
+        Raises Overloaded, RequestTooLong, InvalidTokens at the first iteration; DeadlineExceeded, CallbackFailed,
+        EngineStopped later.
         """
         if self._task is None or self._task.done():
             raise EngineStopped("the engine is not running")
-        waiting = len(self.engine.scheduler.waiting)
+        waiting = len(self.engine.scheduler.waiting) + len(self._arriving)
         if waiting >= self.max_waiting:
             raise Overloaded(waiting, self.max_waiting, self._seconds)
-        request = Request(prompt, new_tokens, namespace or Namespace(), priority=priority)
+        ends = None if deadline is None else self.engine.clock() + deadline
+        request = Request(
+            prompt, new_tokens, namespace or Namespace(), priority=priority, deadline=ends, on_token=on_token
+        )
         stream = _Stream(request, frozenset(stop))
-        self.engine.submit(request)
         self._streams[request] = stream
+        self._arriving.append(stream)
         self._wake.set()
         finished = False
         first = True
@@ -118,6 +130,10 @@ class AsyncEngine:
             while True:
                 left = None if deadline is None else stream.started + deadline - time.monotonic()
                 item = await asyncio.wait_for(stream.queue.get(), left)
+                if isinstance(item, DeadlinePassed):
+                    raise asyncio.TimeoutError
+                if isinstance(item, Exception) and item is request.error:
+                    raise CallbackFailed(f"on_token raised {item!r}") from item
                 if isinstance(item, Exception):
                     raise item
                 if first:
@@ -159,7 +175,7 @@ class AsyncEngine:
         scheduler = self.engine.scheduler
         try:
             while True:
-                self._bury()
+                self._settle()
                 self._look()
                 if scheduler.idle:
                     self._wake.clear()
@@ -172,6 +188,7 @@ class AsyncEngine:
                         stream.queue.put_nowait(token)
                         if request.finished:
                             stream.queue.put_nowait(DONE)
+                self._tell_aborted()
                 await asyncio.sleep(0)  # let consumers run, and go away, before the next step
         except Exception as error:
             stopped = EngineStopped(f"a step failed: {error}")
@@ -179,10 +196,23 @@ class AsyncEngine:
             self._fail(stopped)
             raise
 
-    def _bury(self) -> None:
+    def _settle(self) -> None:
+        """Submit who arrived and is still there, abort who went away."""
+        arriving, self._arriving = self._arriving, []
+        for stream in arriving:
+            if stream.request in self._streams:
+                try:
+                    self.engine.submit(stream.request)
+                except Exception as error:  # it alone is refused
+                    stream.queue.put_nowait(error)
         doomed, self._doomed = self._doomed, []
         for request in doomed:
             self.engine.scheduler.abort(request)
+
+    def _tell_aborted(self) -> None:
+        """Whose request the step aborted: its deadline passed, or its callback raised."""
+        for request in [request for request in self._streams if request.error is not None]:
+            self._streams.pop(request).queue.put_nowait(request.error)
 
     def _look(self) -> None:
         looks, self._looks = self._looks, []

@@ -5,6 +5,7 @@ The whole of it is `Engine.step`. Scheduling is the scheduler's, space the manag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ class Engine:
 
     watch          called once per step, when everything the step needs is allocated and nothing is computed yet
     before_writes  called then, too: a host tier saves what was evicted
-    scheduling     options of Scheduler: preemption, admit, headroom, pick
+    clock          what deadlines are read on, in seconds; every step begins by aborting the requests that are late
+    scheduling     options of Scheduler: preemption, admit, headroom, pick, patience, victim, max_waiting
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class Engine:
         token_budget: int = 512,
         watch: Callable[[Plan], None] = lambda plan: None,
         before_writes: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
         **scheduling: Any,
     ) -> None:
         self.manager, self.runner, self.watch, self.before_writes = manager, runner, watch, before_writes
+        self.clock = clock
         self.scheduler = Scheduler(manager, token_budget, **scheduling)
 
     def submit(self, request: Request) -> None:
@@ -48,7 +52,10 @@ class Engine:
         self.scheduler.submit(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """One forward pass; returns the tokens it sampled, each with its request."""
+        """One forward pass; returns the tokens it sampled, each with its request: none if all were late."""
+        self.scheduler.expire(self.clock())
+        if self.scheduler.idle:
+            return []
         plan = self.scheduler.plan()
         self.watch(plan)
         self.before_writes()

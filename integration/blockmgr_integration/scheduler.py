@@ -10,8 +10,20 @@ States of a request, and what moves it:
   finished    no sequence; all its tokens are sampled, or it was aborted.
 
 Without preemption, room for a request's whole output is promised at admission, so whoever runs also finishes. With
-it, only some headroom is; where the batch then lacks blocks a victim (`victims.py`) gives up its own. The oldest is
-never preempted, so it finishes, then the next one is the oldest: every request finishes after finitely many steps.
+it, only some headroom is; where the batch then lacks blocks a victim (`victims.py`) gives up its own.
+
+Whoever was admitted first of those that are unfinished, the senior, runs and gets at least one token further in every
+step; it is never a victim, and others make room if it is paused. Then the next one is the senior. Therefore, whatever
+arrives, `pick` and `victim` choose:
+
+  waiting      A request that was overtaken `patience` times enters before all that came later; it waits for room or
+               for a leader, and they wait with it. So it is overtaken no more than that, however low its priority.
+  steps        From `submit` to its end a request takes at most as many steps as prompt and new tokens of: itself, all
+               that were unfinished when it came, and the `patience` at most that overtook it.
+  preemptions  A request is preempted at most once a step, and only where a block of output is begun that was not
+               promised, or for the senior: in its life at most as often as the blocks of output, ceil((new_tokens - 1)
+               / block_size), of all that ran with it, and once for each that was admitted before it. With the default
+               victim, the newest, only those admitted before it and itself count, and none for the senior.
 
 `plan` decides and allocates, `acknowledge` tells the manager what was computed. Between them the caller
 performs the plan's copies and runs its rows. No clock, no model, no tensors.
@@ -25,7 +37,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from blockmgr import BlockManager, Namespace, NeverFits, NoSpace, Pending, Sequence
+from blockmgr import BlockManager, Namespace, NeverFits, NoSpace, Pending, Sequence, Step
 from blockmgr.sequence import NO_COPIES
 from blockmgr.tokens import TokenIds, as_tokens
 
@@ -50,12 +62,14 @@ class DeadlinePassed(Exception):
 class Request:
     """Greedy generation of `new_tokens` after `prompt` (token ids [T]). `output` grows as tokens are sampled.
 
-    priority     among waiting requests higher ones are admitted first, equal ones in order of arrival
+    priority     among waiting requests higher ones are admitted first, equal ones in order of arrival, until one has
+                 been overtaken too often (`Scheduler.patience`)
     cached       prompt tokens that were found computed when it was admitted
-    deadline     when it is aborted if it is not finished, on the clock that the caller of `expire` reads
+    deadline     when it is aborted if it is not finished, on the clock of `expire` (the engine's)
     on_token     called with each new token; if it raises, this request alone is aborted
     error        why it was aborted: what on_token raised, or DeadlinePassed
     preemptions  times it was paused;  overtaken  times another request was admitted before it though it came later
+    arrival      its place in the order of submission;  entered  in the order of admission; -1: not yet
 
     Raises InvalidTokens for a prompt that is empty or holds anything but token ids, ValueError for new_tokens < 1.
     """
@@ -73,6 +87,7 @@ class Request:
     preemptions: int = 0
     overtaken: int = 0
     arrival: int = -1
+    entered: int = -1
     reached: int = 0  # tokens computed when it was last preempted
 
     def __post_init__(self) -> None:
@@ -114,12 +129,13 @@ class Plan:
 class Scheduler:
     """First come, first served over one BlockManager.
 
-    token_budget  tokens that are fed per step at most
+    token_budget  tokens that are fed per step at most; only decoding requests, and one more token, exceed it
     preemption    how requests give up their blocks; None: their whole output is promised at admission
     admit         lets a prompt in, by default the manager's own `admit` (a host tier puts itself here)
     headroom      tokens of output promised at admission when there is preemption
     pick          chooses which of the waiting requests to try next; by default the first
-    victim        chooses whom to preempt among the running requests but the oldest; by default the newest
+    patience      times that a request can be overtaken by later ones; then it is next, whatever `pick` says
+    victim        chooses whom to preempt among the running requests but the senior; by default the newest
     max_waiting   requests that may wait for admission at a time; None: any number
     Raises ValueError.
     """
@@ -133,6 +149,7 @@ class Scheduler:
         admit: Callable[..., Sequence | NoSpace | NeverFits | Pending] | None = None,
         headroom: int = 32,
         pick: Callable[[list[Request]], Request] = lambda waiting: waiting[0],
+        patience: int = 64,
         victim: Victim = newest,
         max_waiting: int | None = None,
     ) -> None:
@@ -140,9 +157,11 @@ class Scheduler:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
         if headroom < 0:
             raise ValueError(f"headroom {headroom}: must be at least 0")
+        if patience < 0:
+            raise ValueError(f"patience {patience}: must be at least 0")
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting {max_waiting}: must be at least 1")
-        self.max_waiting = max_waiting
+        self.max_waiting, self.patience = max_waiting, patience
         self.manager, self.token_budget, self.headroom = manager, token_budget, headroom
         self.preemption, self.pick, self.victim = preemption, pick, victim
         self._enter = admit or manager.admit
@@ -155,7 +174,7 @@ class Scheduler:
         self.recomputed_tokens = 0
         self.hit_tokens = 0
         self.preemptions = 0
-        self._arrivals = 0
+        self._arrivals = self._entries = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if the pool could never hold all of it, QueueFull."""
@@ -187,21 +206,20 @@ class Scheduler:
         Raises NotAVictim if the victim policy chose a request that it was not offered.
         """
         self._make_room()
-        self._resume()
+        grown = [self.manager.grow(self.batch)] if len(self.batch) else []
+        grown += self._resume()  # with what the batch left
         if not self.paused:
             self._admit()
-        self._make_room()  # a resumed request that had nothing to compute may have joined the batch
-        chunks = list(self._chunks(self.token_budget - len(self.batch)))
+        chunks = list(self._chunks())
         rows = RowsBuilder()
-        copies = [NO_COPIES]
+        copies = [NO_COPIES, *(step.copies for step in grown)]
         decoding = [self.decoding[sequence] for sequence in self.batch.sequences]
         if not decoding and not chunks:
             raise RuntimeError(f"{len(self.waiting) + len(self.paused)} requests wait and none can run")
         if decoding:
-            grown = self.manager.grow(self.batch)
-            copies.append(grown.copies)
+            slots = np.concatenate([step.slots for step in grown])
             last = [request.output[-1] for request in decoding]
-            rows.decode(last, grown.slots, self.batch.lengths, self.batch.block_tables)
+            rows.decode(last, slots, self.batch.lengths, self.batch.block_tables)
         for request, count in chunks:
             sequence = request.sequence
             start, stop = sequence.computed, sequence.computed + count
@@ -269,37 +287,48 @@ class Scheduler:
             self.abort(request)
 
     def _admit(self) -> None:
-        """Admit by `pick`. Waiting for a leader lets others pass; lack of room doesn't."""
+        """Admit by `pick`. Waiting for a leader lets others pass; lack of room, or of patience, doesn't."""
         candidates = list(self.waiting)
         while candidates:
-            request = self.pick(candidates)
+            tired = [request for request in candidates if request.overtaken >= self.patience]
+            request = min(tired, key=lambda request: request.arrival) if tired else self.pick(candidates)
             candidates.remove(request)
             promised = request.new_tokens - 1 if self.preemption is None else min(request.new_tokens - 1, self.headroom)
             answer = self._enter(request.ids, namespace=request.namespace, reserve=promised)
-            if isinstance(answer, NoSpace):
-                return
             if isinstance(answer, Sequence):
                 self.waiting.remove(request)
-                request.sequence, request.cached = answer, answer.cached
+                request.sequence, request.cached, request.entered = answer, answer.cached, self._entries
+                self._entries += 1
                 self.hit_tokens += answer.cached
                 self.prefilling.append(request)
                 for other in self.waiting:
                     other.overtaken += other.arrival < request.arrival
+            elif isinstance(answer, NoSpace) or tired:
+                return
+
+    def _running(self) -> list[Request]:
+        return sorted([*self.decoding.values(), *self.prefilling], key=seniority)
 
     def _make_room(self) -> None:
-        """Preempt victims until the whole batch can grow by a token; the oldest is never offered as one."""
+        """Preempt victims until the senior runs and the whole batch can grow by a token."""
         if self.preemption is None:
             return
+        running = self._running()
+        if self.paused and (not running or seniority(self.paused[0]) < seniority(running[0])):
+            senior = self.paused[0]
+            while not self._return(senior, headroom=1) and running:
+                self._pause_one_of(running)
+                running = self._running()
         while self.manager.missing(self.batch) > 0:
-            running = sorted([*self.decoding.values(), *self.prefilling], key=lambda request: request.arrival)
+            running = self._running()
             if len(running) < 2:
                 raise RuntimeError(f"{running[0].sequence!r} needs blocks that are held outside this scheduler")
-            victim = self.victim(running[1:])
-            if victim not in running[1:]:
-                raise NotAVictim(f"victim {victim!r} is not among the {len(running) - 1} requests that were offered")
-            self._pause(victim)
+            self._pause_one_of(running[1:])
 
-    def _pause(self, request: Request) -> None:
+    def _pause_one_of(self, offered: list[Request]) -> None:
+        request = self.victim(offered)
+        if request not in offered:
+            raise NotAVictim(f"victim {request!r} is not among the {len(offered)} requests that were offered")
         sequence = request.sequence
         if request in self.prefilling:
             self.prefilling.remove(request)
@@ -309,26 +338,36 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         self.paused.append(request)
-        self.paused.sort(key=lambda other: other.arrival)
+        self.paused.sort(key=seniority)
 
-    def _resume(self) -> None:
-        """Bring paused requests back, oldest first, as long as there is room for them and some headroom."""
-        while self.paused:
-            request = self.paused[0]
-            alone = not (self.decoding or self.prefilling)
-            headroom = 0 if alone else min(request.new_tokens - len(request.output), self.headroom)
-            if self.preemption.back(request.sequence, reserve=headroom) is not None:
-                return
-            del self.paused[0]
-            if request.left:
-                self.prefilling.append(request)
-            else:
-                self._start_decoding(request)
+    def _resume(self) -> list[Step]:
+        """Bring paused requests back in order of admission, as long as there is room for them and some headroom.
 
-    def _chunks(self, budget: int) -> Iterable[tuple[Request, int]]:
-        for request in self.prefilling:
+        Returns the room for one token of each that has nothing to compute and has joined the batch.
+        """
+        before = len(self.batch)
+        while self.paused and self._return(self.paused[0], max(1, self.headroom)):
+            pass
+        return [self.manager.grow(sequence) for sequence in self.batch.sequences[before:]]
+
+    def _return(self, request: Request, headroom: int) -> bool:
+        """Whether there was room for a paused request, and so many tokens more that it is going to feed."""
+        promised = min(request.new_tokens - max(1, len(request.output)), headroom)
+        if self.preemption.back(request.sequence, reserve=promised) is not None:
+            return False
+        self.paused.remove(request)
+        if request.left:
+            self.prefilling.append(request)
+        else:
+            self._start_decoding(request)
+        return True
+
+    def _chunks(self) -> Iterable[tuple[Request, int]]:
+        """In order of admission; the first gets a token even where the budget is used up."""
+        budget = max(1, self.token_budget - len(self.batch))
+        for request in sorted(self.prefilling, key=seniority):
             count = min(budget, request.left)
-            if count <= 0:
+            if not count:
                 return
             budget -= count
             yield request, count
@@ -348,21 +387,18 @@ class Scheduler:
         request.sequence = None
 
 
+def seniority(request: Request) -> int:
+    """The order of admission: the smaller, the more senior."""
+    return request.entered
+
+
 class LongestPrefixFirst:
-    """A `pick`: whose prompt has the longest cached prefix goes first, unless somebody was overtaken too often.
+    """A `pick`: of those with the highest priority, whose prompt has the longest cached prefix goes first."""
 
-    bound  times that a request can be overtaken; then it is next, whatever is cached
-    """
-
-    def __init__(self, manager: BlockManager, bound: int = 8) -> None:
-        if bound < 0:
-            raise ValueError(f"bound {bound}: must be at least 0")
-        self._manager, self._bound = manager, bound
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
 
     def __call__(self, waiting: list[Request]) -> Request:
-        tired = [request for request in waiting if request.overtaken >= self._bound]
-        if tired:
-            return min(tired, key=lambda request: request.arrival)
         return max(waiting, key=lambda request: (request.priority, self._cached(request), -request.arrival))
 
     def _cached(self, request: Request) -> int:

@@ -1,7 +1,7 @@
 """Whom to preempt when the batch lacks blocks: policies for `Scheduler(victim=...)`.
 
-A policy is called with the running requests in order of arrival, without the oldest of them, and returns one of them.
-The oldest is never offered, so it advances whatever the policy says, and every request finishes. Ties go to the newest.
+A policy is called with running requests in order of admission, and returns one of them. The senior, who was admitted
+first, is never offered, so it advances whatever the policy says, and every request finishes. Ties go to the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotAVictim(ValueError):
 
 
 def newest(offered: list[Request]) -> Request:
-    """The request that came last."""
+    """The request that was admitted last."""
     return offered[-1]
 
 
