@@ -287,11 +287,9 @@ class Scheduler:
             self.abort(request)
 
     def _admit(self) -> None:
-        """Admit by `pick`. Waiting for a leader lets others pass; lack of room, or of patience, doesn't."""
+        """Admit in the order of `_next`. Waiting for a leader lets others pass, lack of room doesn't."""
         candidates = list(self.waiting)
-        while candidates:
-            tired = [request for request in candidates if request.overtaken >= self.patience]
-            request = min(tired, key=lambda request: request.arrival) if tired else self.pick(candidates)
+        while candidates and (request := self._next(candidates)) is not None:
             candidates.remove(request)
             promised = request.new_tokens - 1 if self.preemption is None else min(request.new_tokens - 1, self.headroom)
             answer = self._enter(request.ids, namespace=request.namespace, reserve=promised)
@@ -303,8 +301,16 @@ class Scheduler:
                 self.prefilling.append(request)
                 for other in self.waiting:
                     other.overtaken += other.arrival < request.arrival
-            elif isinstance(answer, NoSpace) or tired:
+            elif isinstance(answer, NoSpace):
                 return
+
+    def _next(self, candidates: list[Request]) -> Request | None:
+        """The first one whose patience ended, or else by `pick`. None: that one waits for a leader, and all with it."""
+        tired = [request for request in self.waiting if request.overtaken >= self.patience]
+        if not tired:
+            return self.pick(candidates)
+        first = min(tired, key=lambda request: request.arrival)
+        return first if first in candidates else None
 
     def _running(self) -> list[Request]:
         return sorted([*self.decoding.values(), *self.prefilling], key=seniority)
