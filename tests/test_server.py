@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -36,6 +41,12 @@ def tiny_engine(num_blocks: int = 96, vocabulary: int = 100, budget: int = 64) -
     return Engine(BlockManager(num_blocks, 8), runner, budget)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Running:
     """A server on a free loopback port, and the manager behind it."""
 
@@ -44,9 +55,7 @@ class Running:
         self.front = AsyncEngine(tiny_engine(vocabulary=len(tokenizer)), max_waiting)
         self.manager = self.front.engine.manager
         app = make_app(self.front, tokenizer, MODEL, deadline=60.0)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.url = f"http://127.0.0.1:{port}"
@@ -176,7 +185,7 @@ def test_overload_is_answered_429_with_retry_after():
         until(server.idle)
 
 
-def test_a_server_that_is_killed_under_load_starts_again():
+def test_a_server_that_is_stopped_under_load_holds_nothing():
     for _ in range(2):
         with Running() as server:
             body = {"model": MODEL, "prompt": [3] * 100, "max_tokens": 500, "stream": True}
@@ -186,6 +195,108 @@ def test_a_server_that_is_killed_under_load_starts_again():
                 server.server.should_exit = True
         server.manager.check()
         assert server.idle()
+
+
+# --- the command in a process of its own -----------------------------------------------------------------------
+
+
+class Command:
+    """`blockmgr serve` on a port of loopback, with a pool that holds two of the streams below."""
+
+    def __init__(self, folder: Path, port: int, log: Path) -> None:
+        self.model, self.url, self.log = str(folder), f"http://127.0.0.1:{port}", log
+        options = ["--model", self.model, "--port", str(port), "--num-blocks", "128", "--grace", "1"]
+        start = [sys.executable, "-c", "from blockmgr_integration.cli import main; raise SystemExit(main())", "serve"]
+        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with log.open("w") as out:
+            self.process = subprocess.Popen([*start, *options], stdout=out, stderr=out, env=os.environ | paths)
+
+    def __enter__(self) -> Command:
+        until(self.answers, 60)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(self, token: int) -> str:
+        body = {"model": self.model, "prompt": [token] * 40, "max_tokens": 12}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def load(self, streams: int) -> Load:
+        load = Load(self, streams)
+        until(lambda: load.chunks >= 10)
+        return load
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+class Load:
+    """Streams that are open at once, more than the server can run at a time, each read in a thread."""
+
+    def __init__(self, server: Command, streams: int) -> None:
+        self.server, self.chunks, self.cut = server, 0, 0
+        self.threads = [threading.Thread(target=self._read, args=(10 + i,)) for i in range(streams)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, token: int) -> None:
+        body = {"model": self.server.model, "prompt": [token] * 40, "max_tokens": 900, "stream": True}
+        try:
+            with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    self.chunks += line.startswith("data: {")
+        except httpx.TransportError:
+            self.cut += 1
+
+    def end(self) -> None:
+        for thread in self.threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a client hangs"
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(weights.built_in_folder())
+    tokenizer.save_pretrained(folder)
+    tiny_engine(vocabulary=len(tokenizer)).runner.model.save_pretrained(folder)
+    return folder
+
+
+def test_a_server_that_is_killed_under_load_starts_again_and_says_the_same(tiny_folder, tmp_path):
+    port = free_port()
+    # given a server under load
+    with Command(tiny_folder, port, tmp_path / "first") as server:
+        said = [server.ask(token) for token in (5, 6)]
+        load = server.load(streams=6)
+        # when it is killed
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        load.end()
+    # then its clients notice, and the next one on that port works and says the same
+    assert load.cut == 6
+    with Command(tiny_folder, port, tmp_path / "second") as server:
+        assert [server.ask(token) for token in (5, 6)] == said
+        # and when that is told to end, under load, it does so after its grace, without a complaint
+        load = server.load(streams=6)
+        started = time.monotonic()
+        assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+        assert 1 < time.monotonic() - started < 10
+        load.end()
+    log = server.log.read_text()
+    assert "shutdown complete" in log and "Traceback" not in log, log
 
 
 # --- the asyncio front without HTTP --------------------------------------------------------------------------

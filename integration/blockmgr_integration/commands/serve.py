@@ -30,6 +30,7 @@ def serve(
     token_budget: Annotated[int, typer.Option(help="Most tokens fed to the model in one step.")] = 512,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 300.0,
+    grace: Annotated[int, typer.Option(help="Seconds that unfinished answers have when the server is to stop.")] = 10,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
 ) -> int:
     """Serve chat completions and completions, with streaming, /metrics and /health."""
@@ -41,6 +42,8 @@ def serve(
             raise BadInput(f"--{name} {value}: must be at least 1")
     if port > 65535:
         raise BadInput(f"--port {port}: must be at most 65535")
+    if grace < 0:
+        raise BadInput(f"--grace {grace}: must be at least 0 seconds")
     if deadline <= 0:
         raise BadInput(f"--deadline {deadline}: must be more than 0 seconds")
     torch.set_num_threads(threads)
@@ -48,5 +51,6 @@ def serve(
     pack_linear_layers(language_model)
     runner = ModelRunner(language_model, num_blocks, block_size)
     engine = Engine(BlockManager(num_blocks, block_size), runner, token_budget)
-    uvicorn.run(make_app(AsyncEngine(engine, max_waiting), tokenizer, model, deadline), host=host, port=port)
+    application = make_app(AsyncEngine(engine, max_waiting), tokenizer, model, deadline)
+    uvicorn.run(application, host=host, port=port, timeout_graceful_shutdown=grace)
     return 0
