@@ -19,7 +19,7 @@ import pytest
 import torch
 import uvicorn
 from blockmgr_integration import weights
-from blockmgr_integration.async_engine import AsyncEngine, DeadlineExceeded, EngineStopped, Overloaded
+from blockmgr_integration.async_engine import AsyncEngine, CallbackFailed, DeadlineExceeded, EngineStopped, Overloaded
 from blockmgr_integration.engine import Engine
 from blockmgr_integration.runner import ModelRunner
 from blockmgr_integration.server import MAX_BODY, make_app
@@ -345,3 +345,65 @@ def test_backpressure_and_a_failing_step():
 
     with pytest.raises(RuntimeError, match="the device is gone"):
         asyncio.run(main())
+
+
+def test_whoever_comes_during_a_step_enters_after_it():
+    async def main() -> None:
+        front = AsyncEngine(tiny_engine())
+        scheduler, plain = front.engine.scheduler, front.engine.runner.greedy
+        seen: list[tuple[int, int]] = []
+
+        def slow(*step):
+            before = len(scheduler.waiting)
+            time.sleep(0.03)
+            seen.append((before, len(scheduler.waiting)))
+            return plain(*step)
+
+        front.engine.runner.greedy = slow
+        async with front:
+            tasks = []
+            for i in range(8):  # given one that comes every 10 ms, while a step takes 30
+                tasks.append(asyncio.create_task(collect(front, [i + 1] * 5, 2)))
+                await asyncio.sleep(0.01)
+            got = await asyncio.gather(*tasks)
+        assert all(len(tokens) == 2 for tokens in got)
+        assert all(before == after for before, after in seen), "nothing moves under a step"
+
+    asyncio.run(main())
+
+
+def test_a_request_that_nobody_reads_ends_at_its_deadline():
+    async def main() -> None:
+        front = AsyncEngine(tiny_engine())
+        async with front:
+            now = [0.0]
+            front.engine.clock = lambda: now[0]
+            # given a consumer that took a token and does nothing since
+            stream = front.generate([1, 2, 3], 700, deadline=50.0)
+            await anext(stream)
+            # when its deadline passes on the engine's clock
+            now[0] = 50.0
+            while front.engine.manager.sequences:
+                await asyncio.sleep(0.001)
+            # then its blocks are free, and it is told when it reads on
+            with pytest.raises(DeadlineExceeded):
+                async for _ in stream:
+                    pass
+        assert front.aborted == 1 and front.served == 0
+
+    asyncio.run(main())
+
+
+def test_a_callback_that_raises_ends_its_own_request_only():
+    async def main() -> None:
+        front, heard = AsyncEngine(tiny_engine()), []
+        async with front:
+            alone = await collect(front, [1, 2, 3], 6, on_token=heard.append)
+            both = await asyncio.gather(
+                collect(front, [1, 2, 3], 6), collect(front, [1, 2, 3], 6, on_token={}.pop), return_exceptions=True
+            )
+        assert heard == alone == both[0]
+        assert isinstance(both[1], CallbackFailed) and isinstance(both[1].__cause__, KeyError)
+        assert not front.engine.manager.sequences
+
+    asyncio.run(main())
