@@ -309,7 +309,7 @@ def storm(requests: int, seed: int, check_every: int) -> None:
     preemption = BySwap(tier, pages, lambda seq: chance.random() < 0.7)
     cache = HostCache(tier, pages)
     pick = LongestPrefixFirst(manager) if seed % 2 else lambda waiting: waiting[0]
-    scheduler = Scheduler(manager, 16, preemption=preemption, admit=cache.admit, pick=pick, headroom=SIZE)
+    scheduler = Scheduler(manager, 16, preemption=preemption, admit=cache.admit, pick=pick, headroom=SIZE * (seed % 3))
     systems = [[chance.randrange(90) for _ in range(chance.randint(5, 17))] for _ in range(6)]
     live: list[Request] = []
 
@@ -388,7 +388,7 @@ class Line:
     def __init__(self, num_blocks: int, budget: int, preempting: bool = True, **options) -> None:
         self.manager, self.echo = BlockManager(num_blocks, SIZE), Echo(num_blocks)
         preemption = ByRecompute(self.manager) if preempting else None
-        self.scheduler = Scheduler(self.manager, budget, preemption=preemption, headroom=SIZE, **options)
+        self.scheduler = Scheduler(self.manager, budget, preemption=preemption, **({"headroom": SIZE} | options))
         self.steps = 0
         self.requests: list[Request] = []
         self.before: dict[Request, set[Request]] = {}  # all that were unfinished when it came
@@ -437,7 +437,8 @@ class Line:
 def test_waits_and_preemptions_are_bounded(seed, victim):
     # given random requests of five priorities for a pool that holds two or three, and a small budget
     chance = random.Random(seed)
-    line = Line(14, chance.choice([1, 3, 8, 40]), victim != "none", patience=chance.choice([0, 2, 10]))
+    budget, patience, headroom = chance.choice([1, 3, 8, 40]), chance.choice([0, 2, 10]), chance.choice([0, SIZE])
+    line = Line(14, budget, victim != "none", patience=patience, headroom=headroom)
     choices = {"newest": newest, "none": newest, "fewest_computed": fewest_computed, "random": chance.choice}
     line.scheduler.victim = choices[victim]
     systems = [[chance.randrange(90) for _ in range(9)] for _ in range(3)]
@@ -506,6 +507,21 @@ def test_a_paused_senior_takes_the_room_of_those_that_came_after_it():
     while not line.scheduler.idle:
         line.step()
     line.check(newest_first=False)
+
+
+def test_a_prompt_gets_further_though_decoding_uses_up_the_budget():
+    # given two requests that decode with a budget of two tokens
+    line = Line(64, budget=2)
+    for _ in range(2):
+        line.submit(Request([1], 30))
+    line.step()
+    line.step()
+    # when another one comes
+    late = line.submit(Request([5] * 9, 1))
+    for _ in range(9):
+        line.step()
+    # then it is computed, a token a step
+    assert late.finished
 
 
 def test_whatever_pick_prefers_patience_ends():
