@@ -82,9 +82,8 @@ def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
     tree.tick = int(got["tick"][0])
     pool.committed[blocks] = True
     pool.cached = len(blocks)
-    free = np.setdiff1d(np.arange(pool.num_blocks), blocks)[::-1]
     pool.free = 0
-    pool.give(free)
+    pool.give(np.setdiff1d(np.arange(pool.num_blocks), blocks))
     runs: list[Run] = []
     bounds = pairwise([0, *np.asarray(got["ends"]).tolist()])
     media = _unpack(got["media"], got["media_ends"])

@@ -249,7 +249,6 @@ class Tree:
             new = mine[:count]
             if 0 < at < run.length < at + count and pos not in media and not self._held(int(run.blocks[at])):
                 self._make_way(run, at)
-                children = self.branches[anchor]
             if at and at == run.length and pos not in media:
                 self._append(run, new)
                 if run.writer is not None:
