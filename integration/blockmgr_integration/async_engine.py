@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from blockmgr import Namespace
 
 from .engine import Engine
-from .scheduler import DeadlinePassed, Request
+from .scheduler import DeadlinePassed, NoRoomLeft, Request
 
 DONE = object()
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class AsyncEngine:
         admitted  called once, before the first token, with the request (its `cached` counts reused prompt tokens)
         on_token  called with each token in the engine's thread, as soon as it is sampled
         Raises Overloaded, RequestTooLong, InvalidTokens at the first iteration; DeadlineExceeded, CallbackFailed,
-        EngineStopped later.
+        NoRoomLeft, EngineStopped later.
         """
         if self._task is None or self._task.done():
             raise EngineStopped("the engine is not running")
@@ -132,7 +132,7 @@ class AsyncEngine:
                 item = await asyncio.wait_for(stream.queue.get(), left)
                 if isinstance(item, DeadlinePassed):
                     raise asyncio.TimeoutError
-                if isinstance(item, Exception) and item is request.error:
+                if isinstance(item, Exception) and item is request.error and not isinstance(item, NoRoomLeft):
                     raise CallbackFailed(f"on_token raised {item!r}") from item
                 if isinstance(item, Exception):
                     raise item
@@ -210,7 +210,7 @@ class AsyncEngine:
             self.engine.scheduler.abort(request)
 
     def _tell_aborted(self) -> None:
-        """Whose request the step aborted: its deadline passed, or its callback raised."""
+        """Whose request the step aborted: its deadline passed, its callback raised, or there is no room for it."""
         for request in [request for request in self._streams if request.error is not None]:
             self._streams.pop(request).queue.put_nowait(request.error)
 

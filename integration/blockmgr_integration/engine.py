@@ -52,11 +52,11 @@ class Engine:
         self.scheduler.submit(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """One forward pass; returns the tokens it sampled, each with its request: none if all were late."""
+        """One forward pass; returns the tokens it sampled, each with its request: none if there was nothing to do."""
         self.scheduler.expire(self.clock())
-        if self.scheduler.idle:
-            return []
         plan = self.scheduler.plan()
+        if plan is None:
+            return []
         self.watch(plan)
         self.before_writes()
         self.runner.pages.copy(plan.copies)

@@ -54,6 +54,10 @@ class QueueFull(Exception):
     """So many requests wait that another one is refused; the message gives the number and the limit."""
 
 
+class NoRoomLeft(Exception):
+    """Nothing else runs and there still is no room for a request, so it is not waited for any longer."""
+
+
 class DeadlinePassed(Exception):
     """A request was not finished by its deadline and has been aborted."""
 
@@ -67,7 +71,7 @@ class Request:
     cached       prompt tokens that were found computed when it was admitted
     deadline     when it is aborted if it is not finished, on the clock of `expire` (the engine's)
     on_token     called with each new token; if it raises, this request alone is aborted
-    error        why it was aborted: what on_token raised, or DeadlinePassed
+    error        why it was aborted: what on_token raised, DeadlinePassed, or NoRoomLeft
     preemptions  times it was paused;  overtaken  times another request was admitted before it though it came later
     arrival      its place in the order of submission;  entered  in the order of admission; -1: not yet
 
@@ -199,23 +203,25 @@ class Scheduler:
         """Nothing is waiting or running."""
         return not (self.waiting or self.prefilling or self.decoding or self.paused)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | None:
         """The next step: one token for every decoding request, then chunks of known tokens up to the budget.
 
-        Raises RuntimeError if nothing can be done though something waits: blocks are held outside this scheduler.
+        None: nothing can run now. Either copies under way hold the blocks (fences), or the rest of the pool is held
+        outside this scheduler or guaranteed to other namespaces; then the request that lacked room was aborted.
         Raises NotAVictim if the victim policy chose a request that it was not offered.
         """
         self._make_room()
         grown = [self.manager.grow(self.batch)] if len(self.batch) else []
         grown += self._resume()  # with what the batch left
-        if not self.paused:
-            self._admit()
+        refused = None if self.paused else self._admit()
         chunks = list(self._chunks())
         rows = RowsBuilder()
         copies = [NO_COPIES, *(step.copies for step in grown)]
         decoding = [self.decoding[sequence] for sequence in self.batch.sequences]
         if not decoding and not chunks:
-            raise RuntimeError(f"{len(self.waiting) + len(self.paused)} requests wait and none can run")
+            if not self.manager.pool.fenced and not self.idle:
+                self._give_up(self.paused[0] if self.paused else refused or self.waiting[0])
+            return None
         if decoding:
             slots = np.concatenate([step.slots for step in grown])
             last = [request.output[-1] for request in decoding]
@@ -286,8 +292,9 @@ class Scheduler:
             request.error = error
             self.abort(request)
 
-    def _admit(self) -> None:
-        """Admit in the order of `_next`. Waiting for a leader lets others pass, lack of room doesn't."""
+    def _admit(self) -> Request | None:
+        """Admit in the order of `_next`. Waiting for a leader lets others pass, lack of room doesn't: that one is
+        returned."""
         candidates = list(self.waiting)
         while candidates and (request := self._next(candidates)) is not None:
             candidates.remove(request)
@@ -302,7 +309,8 @@ class Scheduler:
                 for other in self.waiting:
                     other.overtaken += other.arrival < request.arrival
             elif isinstance(answer, NoSpace):
-                return
+                return request
+        return None
 
     def _next(self, candidates: list[Request]) -> Request | None:
         """The first one whose patience ended, or else by `pick`. None: that one waits for a leader, and all with it."""
@@ -327,9 +335,20 @@ class Scheduler:
                 running = self._running()
         while self.manager.missing(self.batch) > 0:
             running = self._running()
-            if len(running) < 2:
-                raise RuntimeError(f"{running[0].sequence!r} needs blocks that are held outside this scheduler")
-            self._pause_one_of(running[1:])
+            if len(running) > 1:
+                self._pause_one_of(running[1:])
+            elif self.manager.pool.fenced:
+                self._pause_one_of(running)
+            else:
+                self._give_up(running[0])
+
+    def _give_up(self, request: Request) -> None:
+        pool = self.manager.pool
+        request.error = NoRoomLeft(
+            f"{len(request.ids)} tokens of prompt and {request.new_tokens} new ones find no room though nothing else "
+            f"runs: of {pool.num_blocks} blocks {pool.leased} are held, and guarantees may keep others"
+        )
+        self.abort(request)
 
     def _pause_one_of(self, offered: list[Request]) -> None:
         request = self.victim(offered)

@@ -25,7 +25,7 @@ from blockmgr import BlockManagerError, Namespace, metrics
 
 from .async_engine import AsyncEngine, DeadlineExceeded, EngineStopped, Overloaded
 from .inspect_page import Prompt, picture
-from .scheduler import RequestTooLong
+from .scheduler import NoRoomLeft, RequestTooLong
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 MAX_EXPLAINED = 32  # waiting prompts that a snapshot explains
@@ -222,7 +222,7 @@ async def _first(tokens: AsyncIterator[int]) -> tuple[int, bool]:
         raise Refused(400, "invalid_request_error", str(error)) from None
     except DeadlineExceeded as error:
         raise Refused(504, "timeout_error", str(error)) from None
-    except EngineStopped as error:
+    except (EngineStopped, NoRoomLeft) as error:
         raise Refused(503, "server_error", str(error)) from None
 
 
@@ -268,7 +268,7 @@ async def _events(
         if rest:
             yield chunk(rest, None)
         yield chunk(None, "length" if len(got) >= body.max_tokens else "stop")
-    except (DeadlineExceeded, EngineStopped) as error:
+    except (DeadlineExceeded, EngineStopped, NoRoomLeft) as error:
         yield f"data: {json.dumps({'error': {'message': str(error), 'type': 'server_error'}})}\n\n"
     if body.stream_options is not None and body.stream_options.include_usage:
         yield f"data: {json.dumps(answer | {'choices': [], 'usage': usage(len(got))})}\n\n"
