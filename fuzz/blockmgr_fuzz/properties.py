@@ -86,7 +86,6 @@ class Cache:
     recency: dict[int, int] = field(default_factory=dict)
     score: dict[int, float] = field(default_factory=dict)
     priority: dict[int, int] = field(default_factory=dict)
-    cleared_once: set[int] = field(default_factory=set)  # may keep a priority
     gone: list[int] = field(default_factory=list)  # evicted since somebody looked
     clock: int = 0
 
@@ -95,9 +94,6 @@ class Cache:
             got = self.memory[(block + 1) * self.manager.block_size - 1]
             assert got not in self.stamps.values(), "content is stored twice"
             self.stamps[block], self.recency[block], self.priority[block] = got, self.clock, 0
-            priorities = self.manager.tree.priority
-            if block in self.cleared_once and priorities is not None:
-                self.priority[block] = int(priorities[block])
             self.score[block] = self.clock if self.order == "fifo" else 0
 
     def removed(self, run: Any, start: int, blocks: Any) -> None:
@@ -109,7 +105,6 @@ class Cache:
             self.gone.append(block)
 
     def cleared(self, root: Any) -> None:
-        self.cleared_once |= set(self.stamps)
         self.stamps = {b: s for b, s in self.stamps.items() if root is not None and s.space != root.namespace}
 
     def used(self, blocks: list[int]) -> None:
@@ -176,7 +171,6 @@ class ExactMachine(RuleBasedStateMachine):
         self.spaces = spaces
         self.memory = np.full(blocks * size, None, object)
         self._steps = 0
-        self.restarted = False  # a snapshot brings back namespaces that only sequences stood in
         self._begin(BlockManager(blocks, size, **self.options))
 
     def _begin(self, manager: BlockManager) -> None:
@@ -590,7 +584,6 @@ class ExactMachine(RuleBasedStateMachine):
 
     def _begin_again(self, taken: Any) -> None:
         self._begin(BlockManager(self.manager.num_blocks, self.size, **self.options))
-        self.restarted = True
         self.manager.restore(taken)
 
     # --- always ---------------------------------------------------------------------------------------------
@@ -640,5 +633,5 @@ class ExactMachine(RuleBasedStateMachine):
         assert pool.free + pool.cached == pool.num_blocks
         spaces = {content.space for content in self.cache.stamps.values()} | set(self.guarantees)
         left = {root.namespace for root in self.manager.tree.roots.values()}
-        assert spaces <= left and (left == spaces or self.restarted), "a namespace is left"
+        assert spaces == left, "a namespace is left"
 
