@@ -1,21 +1,25 @@
 """Host pages: where evicted prefixes and swapped sequences lie, and the copies to and from the KV pages.
 
-The tensors have the KV pages' layout with another number of blocks; pinned where the pages are on a GPU. All blocks of
-a transfer are copied in one call a layer. Copies are in order with the model's work (on a GPU: on its stream), which is
-what the manager's tier asks for: saves, then copies, then writes.
+The tensors have the KV pages' words with another number of blocks; pinned where the pages are on a GPU, so that copies
+run beside the CPU. They are made on the current stream: by itself in order with the model's work, which is what the
+manager's tier asks for (saves, then copies, then writes); `side_stream.py` has them made beside it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from blockmgr_kernels import gather_blocks, scatter_blocks
 
+from blockmgr.errors import check_count
+
 from .pages import KVPages
+
+Ids = np.ndarray[Any, Any]
 
 
 class TransferFailed(Exception):
@@ -23,51 +27,58 @@ class TransferFailed(Exception):
 
 
 class HostPages:
-    """`num_blocks` host blocks for every layer of some KV pages."""
+    """`num_blocks` host blocks for every layer of some KV pages. Raises InvalidCount."""
 
     def __init__(self, pages: KVPages, num_blocks: int) -> None:
-        self.pages, self.num_blocks = pages, num_blocks
+        self.pages, self.num_blocks = pages, check_count("num_blocks of host pages", num_blocks, least=1)
+        self.device = pages.device
         self.block_bytes = pages.block_size * pages.token_bytes
         self.bytes_moved = 0
-        self._device = [*pages.keys, *pages.values]
-        self._host = [
-            torch.empty(num_blocks, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-            for tensor in self._device
+        self.words = [
+            torch.empty(num_blocks, words.shape[1], dtype=words.dtype, pin_memory=words.device.type == "cuda")
+            for words in pages.words
         ]
 
-    def save(self, pairs: np.ndarray[Any, Any]) -> None:
+    def save(self, pairs: Ids) -> None:
         """Copy device blocks to host blocks; `pairs` is int32 [k, 2] (device, host). Raises TransferFailed."""
-        if len(pairs):
-            hosts = torch.from_numpy(pairs[:, 1].astype(np.int64))
-            self._each_layer(lambda pages, host: self._save(pages, host, pairs[:, 0], hosts), len(pairs))
+        self._move(gather_blocks, pairs[:, 0], pairs[:, 1])
 
-    def load(self, pairs: np.ndarray[Any, Any]) -> None:
+    def load(self, pairs: Ids) -> None:
         """Copy host blocks to device blocks; `pairs` is int32 [k, 2] (host, device). Raises TransferFailed."""
-        if len(pairs):
-            hosts = torch.from_numpy(pairs[:, 0].astype(np.int64))
-            self._each_layer(lambda pages, host: scatter_blocks(host[hosts], pages, pairs[:, 1]), len(pairs))
+        self._move(lambda device, blocks, host: scatter_blocks(host, device, blocks), pairs[:, 1], pairs[:, 0])
 
-    @staticmethod
-    def _save(pages: torch.Tensor, host: torch.Tensor, blocks: np.ndarray[Any, Any], hosts: torch.Tensor) -> None:
-        staging = torch.empty(len(blocks), *pages.shape[1:], dtype=pages.dtype)
-        gather_blocks(pages, blocks, staging)
-        host[hosts] = staging
-
-    def _each_layer(self, copy: Callable[[torch.Tensor, torch.Tensor], None], blocks: int) -> None:
+    def _move(
+        self, copy: Callable[[torch.Tensor, Ids, torch.Tensor], None], device_blocks: Ids, host_blocks: Ids
+    ) -> None:
         try:
-            for pages, host in zip(self._device, self._host, strict=True):
-                copy(pages, host)
+            for blocks, hosts in _runs(device_blocks, host_blocks):
+                for device, host in zip(self.pages.words, self.words, strict=True):
+                    copy(device, blocks, host[hosts])
         except (RuntimeError, OSError) as error:
             raise TransferFailed(str(error)) from error
-        self.bytes_moved += blocks * self.block_bytes
+        self.bytes_moved += len(device_blocks) * self.block_bytes
 
-    def seconds_per_block(self, blocks: int = 8) -> float:
-        """Measured here: one block from device to host. Blocks 0 .. blocks - 1 of the host pages are overwritten."""
+    def seconds_per_block(self, blocks: int = 8, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Measured here: one block copied one way, the mean of both. Host blocks 0 .. blocks - 1 are overwritten."""
         count = min(blocks, self.num_blocks, self.pages.num_blocks)
         pairs = np.stack([np.arange(count), np.arange(count)], axis=1).astype(np.int32)
-        self.save(pairs)
-        moved, start = self.bytes_moved, time.perf_counter()
-        self.save(pairs)
-        seconds = time.perf_counter() - start
+        moved = self.bytes_moved
+        for _ in range(2):  # the first touches the memory
+            start = clock()
+            self.save(pairs)
+            self.load(pairs)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds = clock() - start
         self.bytes_moved = moved
-        return seconds / count
+        return seconds / (2 * count)
+
+
+def _runs(blocks: Ids, hosts: Ids) -> Iterator[tuple[Ids, slice]]:
+    """The pairs of both in which host blocks follow each other, with those as a slice."""
+    order = np.argsort(hosts)
+    blocks, hosts = blocks[order], hosts[order]
+    ends = [*(np.diff(hosts) != 1).nonzero()[0] + 1, len(hosts)]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        if end > start:
+            yield blocks[start:end], slice(int(hosts[start]), int(hosts[start]) + end - start)

@@ -4,8 +4,9 @@
     swap       copy the blocks nobody else leases to host pages; without room there: recompute
     auto       the cheaper of the two, by a cost model measured on this machine
 
-A preempted request keeps its tokens in the manager's sequence. Copies are made at once, in order with the model's
-work, so a swapped sequence's blocks are free when the call returns.
+A preempted request keeps its tokens in the manager's sequence, and its blocks are free when the call returns: whoever
+preempts needs them now, so a swap waits for its copies. Prefixes are saved and loaded beside the model's work if `host`
+is a SideStream. If it is HostPages all copies are made in order with it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from blockmgr import BlockManager, NeverFits, NoSpace, Pending, Sequence
 from blockmgr.tiers import HostTier, Loads, Swap
 from blockmgr.tokens import TokenIds
 
-from .host_pages import HostPages, TransferFailed
+from .side_stream import AtOnce, SideStream, Transfers
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class CostModel:
     """What computing and moving cost here, in seconds."""
 
     per_token: float  # one prompt token computed in a large chunk
-    per_block: float  # one block copied one way
+    per_block: float  # one block copied one way: its bytes over the bandwidth
 
     def swap(self, blocks: int) -> float:
         """Out and back."""
@@ -72,27 +71,24 @@ class BySwap:
     chosen  whether to swap this sequence at all (else it is recomputed)
     """
 
-    def __init__(self, tier: HostTier, host: HostPages, chosen: Callable[[Sequence], bool] = lambda seq: True) -> None:
-        self._tier, self._host, self._chosen = tier, host, chosen
+    def __init__(
+        self, tier: HostTier, host: Transfers | SideStream, chosen: Callable[[Sequence], bool] = lambda seq: True
+    ) -> None:
+        self._tier, self._copies, self._chosen = tier, _beside(tier, host), chosen
 
     def out(self, seq: Sequence) -> None:
         swap: Swap | None = self._tier.swap_out(seq) if self._chosen(seq) else None
         if swap is None:
             self._tier.manager.preempt(seq)
-            return
-        save(self._tier, self._host)
-        try:
-            self._host.save(swap.pairs)
-        except TransferFailed:
-            self._tier.swapped_out(swap, ok=False)
         else:
-            self._tier.swapped_out(swap)
+            self._copies.swap_out(swap)
+            self._copies.drain()
 
     def back(self, seq: Sequence, *, reserve: int) -> NoSpace | NeverFits | None:
         answer = self._tier.swap_in(seq, reserve=reserve)
         if not isinstance(answer, Loads):
             return answer
-        load(self._tier, self._host, answer)
+        self._copies.load(answer)
         return None
 
     def gone(self, seq: Sequence) -> None:
@@ -105,8 +101,8 @@ class HostCache:
     Its `admit` is the scheduler's; its `before_writes` belongs before every step's copies.
     """
 
-    def __init__(self, tier: HostTier, host: HostPages, cost: CostModel | None = None) -> None:
-        self._tier, self._host, self._cost = tier, host, cost
+    def __init__(self, tier: HostTier, host: Transfers | SideStream, cost: CostModel | None = None) -> None:
+        self._tier, self._copies, self._cost = tier, _beside(tier, host), cost
 
     def _worthwhile(self, blocks: int) -> bool:
         return self._cost is None or self._cost.worth_loading(blocks, blocks * self._tier.manager.block_size)
@@ -116,42 +112,26 @@ class HostCache:
         if isinstance(answer, Sequence):
             self._tier.used_again(answer)
         if loads is not None:
-            load(self._tier, self._host, loads)
+            self._copies.load(loads)
         return answer
 
     def before_writes(self) -> None:
         """Save what was evicted (or is to be backed up) before its blocks are written again."""
-        save(self._tier, self._host)
+        self._copies.save()
 
 
-def save(tier: HostTier, host: HostPages) -> None:
-    """Make the tier's queued copies into host pages, now."""
-    saves = tier.take_saves()
-    try:
-        host.save(saves.pairs)
-    except TransferFailed:
-        tier.saved(saves, ok=False)
-    else:
-        tier.saved(saves)
-
-
-def load(tier: HostTier, host: HostPages, loads: Loads) -> None:
-    """Make copies out of host pages, now, after what is queued to be saved from the blocks they go to."""
-    save(tier, host)
-    try:
-        host.load(loads.pairs)
-    except TransferFailed:
-        tier.loaded(loads, ok=False)
-    else:
-        tier.loaded(loads)
+def _beside(tier: HostTier, host: Transfers | SideStream) -> SideStream:
+    return host if isinstance(host, SideStream) else SideStream(tier, host, AtOnce())
 
 
 def cheaper(manager: BlockManager, cost: CostModel) -> Callable[[Sequence], bool]:
-    """For BySwap: swap a sequence if that costs less than computing the tokens that are not shared with anyone."""
+    """For BySwap: swap a sequence if that costs less than computing the tokens behind what it shares with others."""
 
     def swap(seq: Sequence) -> bool:
-        blocks = seq.block_table
-        own = int(np.count_nonzero(manager.pool.lease[blocks] == 1))
-        return cost.swap(own) < cost.recompute(min(own * manager.block_size, seq.computed))
+        size = manager.block_size
+        blocks = seq.block_table[: -(-seq.computed // size)]
+        shared = (manager.pool.lease[blocks] > 1).nonzero()[0]
+        start = int(shared[-1]) + 1 if len(shared) else 0
+        return cost.swap(len(blocks) - start) < cost.recompute(seq.computed - start * size)
 
     return swap

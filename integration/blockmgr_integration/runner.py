@@ -12,19 +12,20 @@ import numpy as np
 import torch
 
 from .attention import PagedStep, serve_from_pages
-from .pages import KVPages
+from .pages import KVPages, Layout
 from .rows import Array, Rows
 
 
 class ModelRunner:
     """A causal transformers model over its own KV pages of `num_blocks` blocks of `block_size` tokens.
 
+    layout  of the pages, see KVPages
     Raises UnsupportedModel if the model's attention cannot be served from pages.
     """
 
-    def __init__(self, model: Any, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Any, num_blocks: int, block_size: int, layout: Layout = "layers") -> None:
         self.model = model
-        self.pages = KVPages(serve_from_pages(model), num_blocks, block_size)
+        self.pages = KVPages(serve_from_pages(model), num_blocks, block_size, layout)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_tokens: int = sys.maxsize if limit is None else limit

@@ -141,6 +141,7 @@ class Scheduler:
     patience      times that a request can be overtaken by later ones; then it is next, whatever `pick` says
     victim        chooses whom to preempt among the running requests but the senior; by default the newest
     max_waiting   requests that may wait for admission at a time; None: any number
+    settle        waits for a copy under way, whose blocks are then to be had (SideStream.settle); False: there is none
     Raises ValueError.
     """
 
@@ -156,6 +157,7 @@ class Scheduler:
         patience: int = 64,
         victim: Victim = newest,
         max_waiting: int | None = None,
+        settle: Callable[[], bool] = lambda: False,
     ) -> None:
         if token_budget < 1:
             raise ValueError(f"token budget {token_budget}: must be at least 1")
@@ -165,7 +167,7 @@ class Scheduler:
             raise ValueError(f"patience {patience}: must be at least 0")
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting {max_waiting}: must be at least 1")
-        self.max_waiting, self.patience = max_waiting, patience
+        self.max_waiting, self.patience, self.settle = max_waiting, patience, settle
         self.manager, self.token_budget, self.headroom = manager, token_budget, headroom
         self.preemption, self.pick, self.victim = preemption, pick, victim
         self._enter = admit or manager.admit
@@ -219,6 +221,8 @@ class Scheduler:
         copies = [NO_COPIES, *(step.copies for step in grown)]
         decoding = [self.decoding[sequence] for sequence in self.batch.sequences]
         if not decoding and not chunks:
+            if self.settle():
+                return self.plan()
             if not self.manager.pool.fenced and not self.idle:
                 self._give_up(self.paused[0] if self.paused else refused or self.waiting[0])
             return None
@@ -325,6 +329,8 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Preempt victims until the senior runs and the whole batch can grow by a token."""
+        while self.manager.missing(self.batch) > 0 and self.settle():
+            pass
         if self.preemption is None:
             return
         running = self._running()
