@@ -134,8 +134,18 @@ def test_bad_pages_name_what_is_wrong():
         KVPages([layer, LayerShape(2, 4, torch.float32, torch.device("meta"))], 4, SIZE, "arena")
     with pytest.raises(InvalidCount, match="host pages must be >= 1, got 0"):
         HostPages(KVPages([layer], 4, SIZE), 0)
-    with pytest.raises(RangeError, match=r"outside 0\.\.3"):
-        HostPages(KVPages([layer], 4, SIZE), 2).save(np.array([[4, 0]], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [((4, 0), r"device blocks 1\.\.4 are outside 0\.\.3"), ((0, -1), r"host blocks -1\.\.1 are outside 0\.\.1")],
+)
+def test_blocks_that_are_not_there_are_refused_and_nothing_is_copied(pair, message):
+    host = HostPages(filled(torch.float32, "layers", 4), 2)
+    before = [words.clone() for words in host.words]
+    with pytest.raises(RangeError, match=message):
+        host.save(np.array([(1, 1), pair], np.int32))
+    assert host.bytes_moved == 0 and all(map(torch.equal, host.words, before))
 
 
 # --- the side stream -----------------------------------------------------------------------------------------
