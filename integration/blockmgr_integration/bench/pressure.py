@@ -324,7 +324,7 @@ def verdict(rows: list[Row], cost: CostModel, block_size: int) -> str:
     for row in rows:
         if row.policy == "contiguous":
             text += (
-                f" Contiguous reservation to the longest length held at most {row.at_once} of {row.requests} requests at "
-                f"a time, and on average {row.unwritten:.0%} of what it reserved had nothing written to it."
+                f" Contiguous reservation to the longest length held at most {row.at_once} of {row.requests} requests "
+                f"at a time, and on average {row.unwritten:.0%} of what it reserved had nothing written to it."
             )
     return text
