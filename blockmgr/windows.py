@@ -147,7 +147,8 @@ class WindowGroup:
         try:
             seq = self.manager.admit(
                 tokens, namespace, reserve=reserve, wait=wait, media=media, request_id=request_id,
-                at_most=boundary * size,
+                # With a hole in the window nobody can be waited for: what is matched is computed again already.
+                at_most=boundary * size if boundary < len(matched) else None,
             )  # fmt: skip
         finally:
             if not isinstance(seq, Sequence):

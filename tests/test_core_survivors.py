@@ -597,6 +597,7 @@ def test_a_resumption_that_fails_stays_in_its_old_namespace(monkeypatch):
     manager.preempt(seq)
     manager.invalidate(MINE)
     other = manager.admit([5, 6], MINE)
+    manager.admit([8, 8], MINE)
     live = other.root.live
     # when memory runs out as it comes back
     with monkeypatch.context() as patch:
@@ -624,6 +625,7 @@ def test_one_invalidated_namespace_leaves_the_others():
     # when the one is invalidated
     manager.invalidate(MINE)
     # then the other is as it was, nobody waits for the dead one, and only the one is told of
+    assert not manager.publication.leaders
     assert manager.lookup([1, 2, 3], OTHERS) == 2
     assert isinstance(manager.admit([1, 2, 3], MINE), Sequence)
     events, _ = log.since(0)
@@ -759,6 +761,17 @@ def test_often_used_outlives_lately_used_until_it_ages():
     assert (manager.lookup([1, 0]), manager.lookup([2, 0])) == (1, 0)
 
 
+def test_a_priority_counts_before_score_and_recency():
+    # given a retained block with an end that is not, and a younger one that was used as often
+    manager = BlockManager(4, 1, order="lfu")
+    cached(manager, [1, 2], [9])
+    manager.retain([1], priority=1)
+    # when two blocks go at once
+    manager.tree.evict(2, None)
+    # then the retained one stays
+    assert (manager.lookup([1, 0]), manager.lookup([9, 0])) == (1, 0)
+
+
 def test_a_block_that_left_the_tree_has_no_priority():
     # given prefixes with priorities, in two namespaces
     manager = BlockManager(6, 1)
@@ -825,29 +838,29 @@ def mirrors(log: EventLog) -> tuple[dict, dict]:
 
 def test_following_and_beginning_anew_show_the_same_tree():
     # given branches behind the very first block, images, a second namespace, a host tier, and evictions
-    manager = BlockManager(12, 1)
+    manager = BlockManager(12, 2)
     log = EventLog(manager)
-    tier = HostTier(manager, 8, save="commit")
-    seq = computed(manager, [1, 2], media=[(0, b"cat")])
+    tier = HostTier(manager, 12, save="commit")
+    cached(manager, [5, 5, 6, 6, 7, 7], [5, 5, 8, 8], [5, 5, 9, 9, 9, 9])
+    seq = computed(manager, [1, 1, 2, 2], media=[(0, b"cat")])
     for token in (3, 4):
-        manager.grow(seq)
-        manager.commit(seq, [token])
+        manager.grow(seq, 2)
+        manager.commit(seq, [token, token])
     manager.free(seq)
-    cached(manager, [5, 6, 7], [5, 8], [5, 9, 9])
-    cached(manager, [5, 6], namespace=OTHERS)
+    cached(manager, [5, 5, 6, 6], namespace=OTHERS)
     tier.saved(tier.take_saves())
     manager.tree.evict(3, None)
     # then both ways lead to one picture
     followed, begun = mirrors(log)
-    assert followed == begun and {tier for _, tier, _ in followed} == {"device", "host"}
-    # in which every block has a name, and the parents are those of the tree
-    device = {name: block for (_, tier, name), block in followed.items() if tier == "device"}
-    assert len(device) == int(manager.pool.committed.sum())
-    assert {parent for parent, _, _ in device.values()} - {None} <= device.keys()
-    assert sum(parent is None for parent, _, _ in device.values()) == 3
-    # and the same in the host tier, where parents may be missing
-    host = [block for (_, tier, _), block in followed.items() if tier == "host"]
-    assert host and all(len(tokens) == 1 for _, tokens, _ in host)
+    assert followed == begun
+    for tier_name, resident in (("device", int(manager.pool.committed.sum())), ("host", tier.stored_blocks)):
+        shown = {name: block for (_, where, name), block in followed.items() if where == tier_name}
+        # in which each tier has its blocks, behind blocks of its own, and one of them an image
+        assert len(shown) == resident
+        assert {parent for parent, _, _ in shown.values()} - {None} <= shown.keys()
+        assert sum(parent is None for parent, _, _ in shown.values()) == 3
+        assert sum(media != b"" for _, _, media in shown.values()) == 1
+        assert {len(tokens) for _, tokens, _ in shown.values()} == {2}
 
 
 def test_a_name_depends_on_content_alone():
@@ -947,13 +960,13 @@ def test_a_consumer_that_misses_a_change_is_told_all_anew_and_others_are_not_dis
     names.consumers += [first, second]
     # when the first fails once
     first.fails = True
-    cached(manager, [3])
+    cached(manager, [3], [7])
     with pytest.raises(RuntimeError):
         names.catch_up()
     first.fails = False
     names.catch_up()
-    # then the second was told of the change alone, the first of everything that is there, once
-    assert [kind for kind, _, _ in second.told] == ["stored"]
+    # then the second was told of the changes alone, the first of everything that is there, once
+    assert [kind for kind, _, _ in second.told] == ["stored"] * 2
     kinds = [kind for kind, _, _ in first.told]
     assert kinds[0] == "cleared" and kinds[1:] == ["stored"] * len(list(manager.tree.runs()))
     digests = [digest for _, _, digests in first.told for digest in digests]
@@ -1113,7 +1126,7 @@ def test_copies_into_blocks_that_are_given_up_are_called_off():
     # given a copy to be made
     manager = BlockManager(8, 4, partial_reuse=True)
     cached(manager, list(range(8)))
-    seq = manager.admit([0, 1, 2, 3, 4, 5, 90])
+    seq = manager.admit([0, 1, 2, 3, 4, 90])
     assert len(seq.copies) == 1
     # when the sequence goes back before it
     manager.trim(seq, 4)
@@ -1307,7 +1320,7 @@ def test_a_snapshot_that_is_wrong_in_one_place_is_refused_whole():
     # given a snapshot with branches in two namespaces
     manager = BlockManager(16, 1, order="lfu")
     cached(manager, [9, 8], namespace=MINE)
-    cached(manager, [1, 2, 3], [1, 7, 7], namespace=OTHERS)
+    cached(manager, [1, 2, 3], [1, 7, 6], namespace=OTHERS)
     for what, shot in damages(manager.snapshot()).items():
         # when it is damaged
         twin = BlockManager(16, 1, order="lfu")
