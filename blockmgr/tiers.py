@@ -31,13 +31,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .answers import NeverFits, NoSpace, Pending
 from .audit import broken
 from .errors import InvalidConfig, InvalidHandle, InvalidState, check_count
 from .events import EventLog
-from .fences import Guard, Ticket
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import DEFAULT, Namespace, media_keys
@@ -45,10 +43,10 @@ from .pool import Blocks, Ints
 from .prefixes import NONE, Prefixes
 from .sequence import Sequence
 from .tokens import TokenIds, as_tokens
+from .transfers import Loads, Saves, Swap
 from .tree import Place, Run, log
 
 HOST = "host"
-Pairs = npt.NDArray[np.int32]
 SavePolicy = Literal["evict", "commit", "second-use"]
 
 
@@ -62,42 +60,6 @@ class Entry(NamedTuple):
     tokens: bytes
     media: bytes
     wanted: bool  # False: its namespace was invalidated while it was being saved
-
-
-class Saves(NamedTuple):
-    """Copies into host blocks: pairs int32 [k, 2] (device block, host block) for the prefixes with these numbers."""
-
-    pairs: Pairs
-    prefixes: tuple[int, ...]
-    guards: tuple[Guard, ...]
-
-
-class Loads(NamedTuple):
-    """Copies out of host blocks for one sequence: pairs int32 [k, 2] (host block, device block).
-
-    start   tokens of the sequence that are computed already
-    tokens  how many more are when the copies are done
-    """
-
-    seq: Sequence
-    pairs: Pairs
-    start: int
-    tokens: int
-    swap: Swap | None
-
-
-class Swap(NamedTuple):
-    """A preempted sequence's own blocks on their way to, or in, host memory.
-
-    pairs     int32 [k, 2] (device block, host block) for logical blocks start .. start + k - 1
-    computed  tokens whose KV it had
-    """
-
-    seq: Sequence
-    pairs: Pairs
-    start: int
-    computed: int
-    ticket: Ticket
 
 
 class HostTier:

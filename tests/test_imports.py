@@ -16,7 +16,7 @@ CORE = ROOT / "blockmgr"
 ORDER = [
     "errors", "answers", "counters", "tokens", "namespace", "pool", "forecast", "eviction", "tree", "tables", "fences",
     "sequence", "audit", "explain", "publication", "growth", "admission", "holds", "snapshot", "manager",
-    "names", "events", "metrics", "windows", "prefixes", "tiers",
+    "names", "events", "metrics", "windows", "prefixes", "transfers", "tiers",
 ]  # fmt: skip
 # Third-party packages each import package may use at import time anywhere.
 ALLOWED = {
