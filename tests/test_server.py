@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 import uvicorn
-from blockmgr_integration import weights
+from blockmgr_integration import cli, weights
 from blockmgr_integration.async_engine import AsyncEngine, CallbackFailed, DeadlineExceeded, EngineStopped, Overloaded
 from blockmgr_integration.engine import Engine
 from blockmgr_integration.runner import ModelRunner
@@ -206,6 +206,7 @@ class Command:
     def __init__(self, folder: Path, port: int, log: Path) -> None:
         self.model, self.url, self.log = str(folder), f"http://127.0.0.1:{port}", log
         options = ["--model", self.model, "--port", str(port), "--num-blocks", "128", "--grace", "1"]
+        options += ["--when-full", "auto", "--host-blocks", "64"]
         start = [sys.executable, "-c", "from blockmgr_integration.cli import main; raise SystemExit(main())", "serve"]
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with log.open("w") as out:
@@ -407,3 +408,13 @@ def test_a_callback_that_raises_ends_its_own_request_only():
         assert not front.engine.manager.sequences
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [("--when-full", "pray", "one of evict, recompute, swap, auto"), ("--host-blocks", "0", "at least 1")],
+)
+def test_bad_options_of_the_command_are_one_line(option, value, told, capsys):
+    assert cli.main(["serve", option, value]) == 2
+    error = capsys.readouterr().err
+    assert f"{option} {value}" in error and told in error and error.count("\n") == 1

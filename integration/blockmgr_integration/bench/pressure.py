@@ -29,19 +29,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from blockmgr import BlockManager, NoSpace
-from blockmgr.tiers import HostTier, SavePolicy
+from blockmgr.tiers import SavePolicy
 
 from .. import weights
 from ..engine import Engine
 from ..host_pages import HostPages
 from ..options import BadInput
 from ..packed import pack_linear_layers
-from ..preemption import ByRecompute, BySwap, CostModel, HostCache, cheaper
+from ..preemption import CostModel
 from ..prompts import shared_prefix_prompts
 from ..runner import ModelRunner
 from ..scheduler import Plan, Request
+from ..when_full import COPYING, WAYS, engine_when_full, measure_costs
 
-POLICIES = ("contiguous", "wait", "evict", "recompute", "swap", "auto")
+POLICIES = ("contiguous", "wait", *WAYS)
 
 
 @dataclass
@@ -120,35 +121,22 @@ def build(
     policy: str, runner: ModelRunner, budget: int, longest: int, cost: CostModel, host: HostPages, save: SavePolicy
 ) -> tuple[Engine, HostPages | None]:
     """An engine under a policy over fresh bookkeeping, and its host pages if it has any."""
+    if policy in WAYS:
+        engine = engine_when_full(policy, runner, budget, host, cost, save)
+        return engine, host if policy in COPYING else None
     pages = runner.pages
     manager = BlockManager(pages.num_blocks, pages.block_size, caching=policy != "contiguous")
-    if policy == "contiguous":
 
-        def reserve_all(ids: Any, reserve: int, **options: Any) -> Any:
-            return manager.admit(ids, reserve=longest * manager.block_size - len(ids), **options)
+    def reserve_all(ids: Any, reserve: int, **options: Any) -> Any:
+        return manager.admit(ids, reserve=longest * manager.block_size - len(ids), **options)
 
-        return Engine(manager, runner, budget, admit=reserve_all), None
-    if policy == "evict":
-        return Engine(manager, runner, budget), None
-    if policy == "wait":
+    def wait(ids: Any, reserve: int, **options: Any) -> Any:
+        need = -(-(len(ids) + reserve) // manager.block_size) - len(manager.match(ids).blocks)
+        short = need - (manager.pool.free - manager.tables.promised)
+        running = any(seq.live for seq in manager.sequences.values())
+        return NoSpace(short) if short > 0 and running else manager.admit(ids, reserve=reserve, **options)
 
-        def admit(ids: Any, reserve: int, **options: Any) -> Any:
-            need = -(-(len(ids) + reserve) // manager.block_size) - len(manager.match(ids).blocks)
-            short = need - (manager.pool.free - manager.tables.promised)
-            running = any(seq.live for seq in manager.sequences.values())
-            return NoSpace(short) if short > 0 and running else manager.admit(ids, reserve=reserve, **options)
-
-        return Engine(manager, runner, budget, admit=admit), None
-    if policy == "recompute":
-        return Engine(manager, runner, budget, preemption=ByRecompute(manager)), None
-    tier = HostTier(manager, host.num_blocks, save)
-    cache = HostCache(tier, host, cost)
-    chosen = cheaper(manager, cost) if policy == "auto" else lambda seq: True
-    preemption = BySwap(tier, host, chosen)
-    engine = Engine(
-        manager, runner, budget, before_writes=cache.before_writes, preemption=preemption, admit=cache.admit
-    )
-    return engine, host
+    return Engine(manager, runner, budget, admit=reserve_all if policy == "contiguous" else wait), None
 
 
 def serve(
@@ -195,20 +183,6 @@ def serve(
         unwritten=watch.unwritten,
         tail_waste_tokens=watch.tail,
     )
-
-
-def measure_costs(runner: ModelRunner, host: HostPages) -> CostModel:
-    """Seconds to compute a prompt token in a chunk of 256 (or half of what the pool or the model takes), and to copy a
-    block, here."""
-    pages = runner.pages
-    chunk = max(1, min(256, pages.num_blocks * pages.block_size // 2, runner.max_tokens // 2))
-    engine = Engine(BlockManager(pages.num_blocks, pages.block_size), runner, chunk)
-    ids = np.random.default_rng(0).integers(0, runner.vocabulary, 2 * chunk - 1).tolist()
-    engine.submit(Request(ids, 1))
-    engine.step()
-    start = time.perf_counter()
-    engine.run()
-    return CostModel((time.perf_counter() - start) / chunk, host.seconds_per_block())
 
 
 def command(
