@@ -463,6 +463,22 @@ def test_merging_takes_what_nobody_was_promised_to_the_last_block(reserve, merge
     manager.check()
 
 
+def test_merging_waits_for_a_copy_that_is_under_way():
+    # given a promise of all that is reclaimable, a cached block, an equal one just computed, and a copy out of that
+    manager = BlockManager(4, 1)
+    cached(manager, [0])
+    twin = manager.admit([0], wait=False)
+    seq = computed(manager, [7], reserve=2)
+    guard = manager.tickets.guard(twin.block_table.astype(np.intp), twin.root)
+    # when it is committed
+    manager.commit(twin, 1)
+    # then it stays its own until the copy is made: merged, it would be nobody's and not to be had
+    assert manager.pool.reclaimable == 2
+    assert not manager.grow(seq).starved
+    manager.tickets.release([guard])
+    manager.check()
+
+
 def test_what_follows_merged_blocks_is_found_at_once():
     # given a prompt in two runs, and a longer one computed beside them
     manager = BlockManager(16, 1)
@@ -501,6 +517,17 @@ def test_an_image_stops_a_match_wherever_it_comes():
     # then a prompt of the same token ids with an image reuses what is before it
     for at in range(8):
         assert manager.lookup([*range(8), 9], media=[(at, b"cat")]) == at
+
+
+def test_an_image_may_leave_a_run_in_its_middle():
+    # given a cached text, and a longer prompt of the same tokens with an image in its second block
+    manager = BlockManager(16, 1)
+    cached(manager, [1, 2, 3])
+    cached(manager, [1, 2, 3, 4, 5], media=[(1, b"cat")])
+    # then both are found
+    assert manager.lookup([1, 2, 3, 0]) == 3
+    assert manager.lookup([1, 2, 3, 4, 5, 0], media=[(1, b"cat")]) == 5
+    manager.check()
 
 
 def test_partial_reuse_never_copies_from_a_block_with_an_image():
