@@ -92,10 +92,11 @@ class WindowGroup:
 
     # --- admission -----------------------------------------------------------------------------------------
 
-    def lookup(self, prompt: TokenIds, namespace: Namespace = DEFAULT) -> int:
+    def lookup(
+        self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
+    ) -> int:
         """Leading tokens that admission would reuse: the longest cached prefix whose window is there too."""
-        tokens = as_tokens(prompt)
-        blocks = self._match(tokens, namespace, ())
+        blocks = self._match(as_tokens(prompt), namespace, media)
         return self._boundary(blocks) * self.manager.block_size
 
     def _match(self, tokens: Blocks, namespace: Namespace, media: Iterable[tuple[int, bytes]]) -> Ints:

@@ -79,4 +79,4 @@ def test_only_the_facade_is_long():
     """One idea a module. The manager is the public surface: most of its lines are docstrings."""
     for path in [*CORE.glob("*.py"), *ROOT.glob("kernels/*/*.py"), *ROOT.glob("integration/*/**/*.py")]:
         lines = len(path.read_text().splitlines())
-        assert lines <= (640 if path.stem in ("manager", "tree") else 500), f"{path.name} has {lines} lines"
+        assert lines <= (640 if path.stem in ("manager", "tree") else 480), f"{path.name} has {lines} lines"

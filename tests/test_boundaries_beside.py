@@ -11,7 +11,7 @@ from blockmgr import (
     InvalidCount,
     InvalidHandle,
     InvalidState,
-    Namespace,
+    InvariantViolation,
     NeverFits,
     NoSpace,
     Pending,
@@ -20,23 +20,7 @@ from blockmgr import (
 from blockmgr.events import EventLog, Stored
 from blockmgr.tiers import HostTier
 from blockmgr.windows import WindowGroup
-
-MINE, OTHERS = Namespace(salt="mine"), Namespace(salt="others")
-
-
-def computed(owner: BlockManager | WindowGroup, prompt, **options) -> Sequence:
-    """A live sequence of a manager or a group whose prompt is computed."""
-    seq = owner.admit(prompt, **options)
-    assert isinstance(seq, Sequence), seq
-    owner.commit(seq, seq.known - seq.computed)
-    return seq
-
-
-def cached(owner: BlockManager | WindowGroup, *prompts, **options) -> None:
-    """Prompts that are cached and that nobody uses."""
-    for prompt in prompts:
-        owner.free(computed(owner, prompt, **options))
-
+from tests.boundaries import MINE, OTHERS, cached, computed
 
 # --- the host tier -------------------------------------------------------------------------------------------
 
@@ -590,3 +574,123 @@ def test_an_invalidated_namespace_leaves_the_windows_of_others():
     group.manager.invalidate(MINE)
     assert [group.lookup(TOKENS[:9], space) for space in (MINE, OTHERS)] == [0, 8]
     group.check()
+
+
+def test_a_look_up_in_a_group_sees_images_as_admission_does():
+    manager = BlockManager(8, 1)
+    group = WindowGroup(manager, 2, 8)
+    cached(group, [1, 2, 3], media=[(1, b"a")])
+    assert group.lookup([1, 2, 3, 4], media=[(1, b"a")]) == 3
+    assert group.lookup([1, 2, 3, 4], media=[(1, b"b")]) == 1
+
+
+def broken_group() -> tuple[WindowGroup, Sequence]:
+    """A group in order: two sequences, one of them with what it dropped, a cached twin, a fenced one, free blocks."""
+    manager = BlockManager(16, 1)
+    group = WindowGroup(manager, 3, 12)
+    cached(group, [1, 2])
+    seq = computed(group, [5, 6, 7, 8])
+    computed(group, [9])
+    manager.open_ticket()
+    cached(group, [20, 21])
+    group.check()
+    return group, seq
+
+
+def idle(group: WindowGroup) -> int:
+    return next(iter(group._idle))
+
+
+def free(group: WindowGroup) -> int:
+    return int(group.pool.stack[0])
+
+
+def lose_a_block_inside(group: WindowGroup, seq: Sequence) -> None:
+    table = group._tables[seq.serial]
+    group.pool.lease[table[-1]] = 0
+    table[-1] = -1
+
+
+def forget_an_owner(group: WindowGroup, seq: Sequence) -> None:
+    group.owner[idle(group)] = -1
+
+
+def swap_owners(group: WindowGroup, seq: Sequence) -> None:
+    one, two = list(group._idle)[:2]
+    group.owner[[one, two]] = group.owner[[two, one]]
+
+
+def uncommit_a_twin(group: WindowGroup, seq: Sequence) -> None:
+    group.pool.committed[idle(group)] = False
+
+
+def twin_of_what_is_not_in_the_tree(group: WindowGroup, seq: Sequence) -> None:
+    twin, mine = idle(group), int(group.manager.pool.stack[0])
+    group.twin[group.owner[twin]] = -1
+    group.twin[mine], group.owner[twin] = twin, mine
+
+
+def list_a_free_block_twice(group: WindowGroup, seq: Sequence) -> None:
+    pool = group.pool
+    pool.stack[pool.free] = pool.stack[0]
+    pool.free += 1
+
+
+BREAK = {
+    "a table is shorter": (lambda group, seq: group._tables[seq.serial].pop(), "invariant 7: .* has 4 blocks and 3"),
+    "a hole inside the window": (lose_a_block_inside, "invariant 7: .* lacks blocks inside its window"),
+    "a lease too many": (lambda group, seq: group.pool.lease.__setitem__(free(group), 1), "invariant 4: window block"),
+    "a lease too few": (
+        lambda group, seq: group.pool.lease.__setitem__(group._tables[seq.serial][-1], 0), "has lease count 0, 1 tables"
+    ),
+    "an owner is forgotten": (forget_an_owner, "invariant 17: twins and owners"),
+    "owners are swapped": (swap_owners, "invariant 17: twins and owners"),
+    "a twin is not committed": (uncommit_a_twin, "invariant 17: a window block is committed"),
+    "an owner outside the tree": (twin_of_what_is_not_in_the_tree, "invariant 17: a window block is committed"),
+    "a fence too many": (lambda group, seq: group.pool.fence.__setitem__(free(group), 1), "invariant 30"),
+    "fenced blocks are miscounted": (lambda group, seq: setattr(group.pool, "fenced", 0), "invariant 30"),
+    "a fence is not recorded": (lambda group, seq: group._fenced.clear(), "invariant 30"),
+    "a cached twin is not listed": (lambda group, seq: group._idle.popitem(), "invariant 1: .* are cached"),
+    "a leased block is listed": (
+        lambda group, seq: group._idle.update({group._tables[seq.serial][-1]: None}), "invariant 1: .* are cached"
+    ),
+    "cached blocks are miscounted": (lambda group, seq: setattr(group.pool, "cached", 0), "counted 0"),
+    "a free block is lost": (lambda group, seq: setattr(group.pool, "free", group.pool.free - 1), "are free, listed"),
+    "a free block is listed twice": (list_a_free_block_twice, "are free, listed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_a_window_group_that_is_broken_is_told_by_check(name):
+    # given a group in order, of which one thing is then wrong
+    group, seq = broken_group()
+    harm, told = BREAK[name]
+    harm(group, seq)
+    # then check names it
+    with pytest.raises(InvariantViolation, match=told):
+        group.check()
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_page_in_two_states_is_told_by_check(page):
+    # given a tier with two pages in use
+    manager = BlockManager(2, 1)
+    tier = HostTier(manager, 3)
+    cached(manager, [1, 2], [3, 4])
+    tier.saved(tier.take_saves())
+    check(tier)
+    # when one of them is listed as free too
+    tier._free.append(page)
+    # then check names the lists
+    with pytest.raises(InvariantViolation, match=rf"held \[0, 1\], free \[{page}, 2\]"):
+        tier.check()
+
+
+def test_a_prefix_that_nobody_uses_is_told_by_check():
+    manager = BlockManager(4, 1)
+    tier = HostTier(manager, 3)
+    cached(manager, [1, 2])
+    check(tier)
+    tier.prefixes.enter_root(OTHERS)
+    with pytest.raises(InvariantViolation, match="and others are numbered"):
+        tier.check()
