@@ -13,8 +13,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from blockmgr_integration.engine import Engine
+from blockmgr_integration.request import Request, RequestTooLong
 from blockmgr_integration.rows import Rows
-from blockmgr_integration.scheduler import Request, RequestTooLong, Scheduler
+from blockmgr_integration.scheduler import Scheduler
 
 VOCABULARY = 1000
 

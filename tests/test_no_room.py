@@ -9,7 +9,8 @@ import pytest
 from blockmgr_integration.async_engine import AsyncEngine
 from blockmgr_integration.engine import Engine
 from blockmgr_integration.preemption import ByRecompute
-from blockmgr_integration.scheduler import NoRoomLeft, Request, Scheduler
+from blockmgr_integration.request import NoRoomLeft, Request
+from blockmgr_integration.scheduler import Scheduler
 
 from blockmgr import BlockManager, Namespace, Sequence
 

@@ -13,8 +13,8 @@ from blockmgr_integration.engine import Engine
 from blockmgr_integration.host_pages import HostPages, TransferFailed
 from blockmgr_integration.pages import DTYPES, KVPages, LayerShape
 from blockmgr_integration.preemption import BySwap, CostModel, HostCache, cheaper
+from blockmgr_integration.request import Request
 from blockmgr_integration.runner import ModelRunner
-from blockmgr_integration.scheduler import Request
 from blockmgr_integration.side_stream import AtOnce, SideStream, streams_for
 from blockmgr_kernels import DeviceError, DtypeError, RangeError
 from transformers import LlamaConfig, LlamaForCausalLM

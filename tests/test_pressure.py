@@ -11,8 +11,9 @@ import torch
 from blockmgr_integration.engine import Engine
 from blockmgr_integration.host_pages import HostPages, TransferFailed
 from blockmgr_integration.preemption import ByRecompute, BySwap, CostModel, HostCache, cheaper
+from blockmgr_integration.request import DeadlinePassed, Request
 from blockmgr_integration.runner import ModelRunner
-from blockmgr_integration.scheduler import DeadlinePassed, LongestPrefixFirst, QueueFull, Request, Scheduler
+from blockmgr_integration.scheduler import LongestPrefixFirst, QueueFull, Scheduler
 from blockmgr_integration.victims import NotAVictim, fewest_computed, lowest_priority, most_freed, newest
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -11,8 +11,8 @@ from blockmgr_integration.host_pages import HostPages
 from blockmgr_integration.packed import pack_linear_layers
 from blockmgr_integration.preemption import ByRecompute, BySwap, HostCache, cheaper
 from blockmgr_integration.prompts import shared_prefix_prompts
+from blockmgr_integration.request import Request
 from blockmgr_integration.runner import ModelRunner
-from blockmgr_integration.scheduler import Request
 
 from blockmgr import BlockManager
 from blockmgr.tiers import HostTier

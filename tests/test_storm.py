@@ -18,7 +18,8 @@ from blockmgr_integration.async_engine import AsyncEngine, CallbackFailed, Deadl
 from blockmgr_integration.engine import Engine
 from blockmgr_integration.host_pages import TransferFailed
 from blockmgr_integration.preemption import BySwap, HostCache
-from blockmgr_integration.scheduler import LongestPrefixFirst, RequestTooLong
+from blockmgr_integration.request import RequestTooLong
+from blockmgr_integration.scheduler import LongestPrefixFirst
 
 from blockmgr import BlockManager, InvalidTokens
 from blockmgr.tiers import HostTier

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from blockmgr import Namespace
 
 from .engine import Engine
-from .scheduler import DeadlinePassed, NoRoomLeft, Request
+from .request import DeadlinePassed, NoRoomLeft, Request
 
 DONE = object()
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from . import attention, weights
 from .engine import Engine
 from .packed import PackedLinear, pack_linear_layers
 from .prompts import shared_prefix_prompts
+from .request import Request
 from .runner import ModelRunner
-from .scheduler import Request
 
 PARTS = ("manager and scheduler", "attention over pages", "linear layers", "output projection")
 

@@ -12,8 +12,9 @@ from typing import Any
 from blockmgr import BlockManager
 from blockmgr.errors import InvalidTokens
 
+from .request import Request, RequestTooLong
 from .runner import ModelRunner
-from .scheduler import Plan, Request, RequestTooLong, Scheduler
+from .scheduler import Plan, Scheduler
 
 
 class Engine:

@@ -12,8 +12,8 @@ from blockmgr import BlockManager
 
 from .engine import Engine
 from .figures import Figures, PeakWatch, Run, timing
+from .request import Request
 from .runner import ModelRunner
-from .scheduler import Request
 
 Progress = Callable[[int, int], None]  # prompt tokens computed so far, output tokens so far
 

@@ -25,7 +25,7 @@ from blockmgr import BlockManagerError, Namespace, metrics
 
 from .async_engine import AsyncEngine, DeadlineExceeded, EngineStopped, Overloaded
 from .inspect_page import Prompt, picture
-from .scheduler import NoRoomLeft, RequestTooLong
+from .request import NoRoomLeft, RequestTooLong
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 MAX_EXPLAINED = 32  # waiting prompts that a snapshot explains

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from blockmgr import BlockManager
 
-    from .scheduler import Request
+    from .request import Request
 
 Victim = Callable[[list["Request"]], "Request"]
 

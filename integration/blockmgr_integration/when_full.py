@@ -18,8 +18,8 @@ from blockmgr.tiers import HostTier, SavePolicy
 from .engine import Engine
 from .host_pages import HostPages
 from .preemption import ByRecompute, BySwap, CostModel, HostCache, cheaper
+from .request import Request
 from .runner import ModelRunner
-from .scheduler import Request
 from .side_stream import SideStream, streams_for
 
 WAYS = ("evict", "recompute", "swap", "auto")

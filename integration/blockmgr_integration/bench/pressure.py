@@ -38,8 +38,9 @@ from ..options import BadInput
 from ..packed import pack_linear_layers
 from ..preemption import CostModel
 from ..prompts import shared_prefix_prompts
+from ..request import Request
 from ..runner import ModelRunner
-from ..scheduler import Plan, Request
+from ..scheduler import Plan
 from ..when_full import COPYING, WAYS, engine_when_full, measure_costs
 
 POLICIES = ("contiguous", "wait", *WAYS)

@@ -32,8 +32,9 @@ from ..engine import Engine
 from ..figures import PeakWatch
 from ..options import BadInput
 from ..packed import pack_linear_layers
+from ..request import Request
 from ..runner import ModelRunner
-from ..scheduler import Plan, Request
+from ..scheduler import Plan
 from .block_sizes import SIZES, StepCost, measure_steps, recommend
 from .shared_workload import Config, arrivals, make_prompts
 
