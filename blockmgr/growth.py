@@ -31,6 +31,11 @@ Slots = npt.NDArray[np.int64]
 ZERO, ONE = np.array(0), np.array(1)
 
 
+def no_slots(count: int) -> Slots:
+    """int64 [count]: -1 for tokens that got no room; read-only, and small whatever was asked for."""
+    return np.broadcast_to(np.int64(-1), count)
+
+
 class Growth:
     """Hands out blocks to live sequences, evicting cached ones where the free list runs short."""
 
@@ -113,10 +118,13 @@ class Growth:
 
     def grow_each(self, batch: Batch, n: int) -> Step:
         """Any n, copies and starvation: one sequence after the other, oldest first."""
+        oldest_first = sorted(batch.sequences, key=lambda seq: seq.serial)
+        if n > self._pool.token_slots.size:
+            return Step(no_slots(len(batch) * n), NO_COPIES, tuple(oldest_first))
         slots = np.full((len(batch), n), -1, np.int64)
         copies = [NO_COPIES]
         starved: list[Sequence] = []
-        for seq in sorted(batch.sequences, key=lambda seq: seq.serial):
+        for seq in oldest_first:
             step = self.grow_one(seq, n)
             if step.starved:
                 starved.append(seq)
@@ -130,7 +138,7 @@ class Growth:
         tables, row = self._tables, seq.row
         need, covered, copy = self._need(seq, n)
         if need > covered and need - covered > self.spare(seq.root):
-            return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
+            return Step(no_slots(n), NO_COPIES, (seq,))
         room = tables.room(row)
         tables.widen(int(tables.count[row]) + need)
         new = self.take(need, seq.root, covered)

@@ -14,6 +14,7 @@ Single-threaded by design: one serving loop owns a manager. No clock, no environ
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -27,16 +28,16 @@ from .errors import DuplicateRequest, InvalidConfig, InvalidCount, InvalidHandle
 from .eviction import Order, make_order
 from .explain import Explanation, Log, explain
 from .fences import Ticket, Tickets
-from .growth import ONE, Growth
+from .growth import ONE, Growth, Slots
 from .holds import Holds, Pin
 from .namespace import DEFAULT, Namespace, media_keys
 from .pool import Ints, Pool
 from .publication import Publication
 from .sequence import Batch, Sequence
 from .snapshot import Snapshot, restore, snapshot
-from .tables import Tables
+from .tables import MAX_LENGTH, Tables
 from .tokens import TokenIds, as_array, as_tokens
-from .tree import NO_BLOCKS, NO_MEDIA, Place, Root, Tree
+from .tree import NO_BLOCKS, Place, Root, Tree
 
 
 class BlockManager:
@@ -62,7 +63,7 @@ class BlockManager:
         max_pinned: int | None = None,
         check_every: int = 0,
     ) -> None:
-        check_count("check_every", check_every)
+        check_every = check_count("check_every", check_every)
         for name, value in (("caching", caching), ("partial_reuse", partial_reuse)):
             if not isinstance(value, bool):
                 raise InvalidConfig(f"{name} must be True or False, got {value!r}")
@@ -79,7 +80,7 @@ class BlockManager:
         self.caching, self.partial_reuse, self.check_every = caching, partial_reuse, check_every
         self.sequences: dict[int, Sequence] = {}  # by serial: live and preempted
         self.requests: dict[Hashable, Sequence] = {}
-        cap = num_blocks // 2 if max_pinned is None else check_count("max_pinned", max_pinned)
+        cap = self.num_blocks // 2 if max_pinned is None else check_count("max_pinned", max_pinned)
         self.holds = Holds(self.pool, self.tree, self.tickets, self.tables, cap)
         self.log: Log | None = None  # an EventLog puts itself here
         self._serial = 0
@@ -121,10 +122,10 @@ class BlockManager:
         Raises InvalidTokens, InvalidCount (reserve < 0), DuplicateRequest, InvalidConfig (media).
         """
         tokens = as_tokens(prompt)
-        check_count("reserve", reserve)
+        reserve = check_count("reserve", reserve)
         most = len(tokens) if at_most is None else check_count("at_most", at_most)
         self._check_request(request_id)
-        keys = media_keys(media, self.block_size) if media else NO_MEDIA
+        keys = media_keys(media, self.block_size)
         entry = self.admission.examine(self._root(namespace), tokens, keys, reserve, most, wait and at_most is None)
         if not isinstance(entry, Entry):
             self.counters.refused += 1
@@ -157,22 +158,21 @@ class BlockManager:
         short the oldest sequences are served first and the others are named in Step.starved, untouched.
         Raises InvalidCount (n < 1), InvalidHandle.
         """
-        if n != 1 or n is True:
-            check_count("n", n, least=1)
+        n = self._check_growth(n)
         if isinstance(target, Batch):
             if target.manager is not self:
                 raise InvalidHandle(f"{target!r} belongs to another manager")
+            pending, target.pending = self._pending(target), None
             step = self.growth.grow_batch(target) if n == 1 else None
             if step is None:
                 step = self.growth.grow_each(target, n)
-            if step.starved:
-                target.pending.clear()
-            else:
-                target.pending.append((n, step.slots))
+            if pending is not None and not step.starved:
+                pending.append((n, step.slots))
+                target.pending = pending
         else:
             self._own(target)
             if target.batch is not None:
-                target.batch.pending.clear()
+                target.batch.pending = None
             step = self.growth.grow_one(target, n)
         if self.check_every:
             self._maybe_check()
@@ -183,13 +183,32 @@ class BlockManager:
 
         What to preempt for, before it is too late. Raises InvalidCount, InvalidHandle.
         """
-        check_count("n", n, least=1)
+        n = self._check_growth(n)
         if isinstance(target, Sequence):
             self._own(target)
             return self.growth.missing([target], n)
         if not isinstance(target, Batch) or target.manager is not self:
             raise InvalidHandle(f"{target!r} is not a sequence or batch of this manager")
         return self.growth.missing(target.sequences, n)
+
+    def _check_growth(self, n: int) -> int:
+        if type(n) is int and n == 1:
+            return n
+        n = check_count("n", n, least=1)
+        if n > MAX_LENGTH:
+            raise InvalidCount(f"n must be <= {MAX_LENGTH}, the most tokens a sequence can have, got {n}")
+        return n
+
+    def _pending(self, batch: Batch) -> deque[tuple[int, Slots]] | None:
+        """What the batch has room for and did not commit; None unless that is equally much for every member."""
+        if batch.pending is not None or not len(batch):
+            return batch.pending
+        computed = self.tables.computed[batch.rows]
+        ahead = batch.lengths - computed
+        n = int(ahead[0])
+        if (ahead != n).any():
+            return None
+        return deque([(n, self._slots_to_commit(batch, computed, n))] if n else ())
 
     # --- commit --------------------------------------------------------------------------------------------
 
@@ -214,13 +233,12 @@ class BlockManager:
 
     def _commit_one(self, seq: Sequence, tokens: int | TokenIds) -> None:
         tables, row = self.tables, seq.row
-        if seq.batch is not None:
-            seq.batch.pending.clear()
         computed, known = int(tables.computed[row]), int(tables.known[row])
         if isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
-            if not 0 <= tokens <= known - computed:
-                raise InvalidCount(f"{tokens} tokens acknowledged, {seq!r} has {known - computed} left to compute")
-            tables.computed[row] = computed + tokens
+            n = int(tokens)
+            if not 0 <= n <= known - computed:
+                raise InvalidCount(f"{n} tokens acknowledged, {seq!r} has {known - computed} left to compute")
+            tables.computed[row] = computed + n
         else:
             ids = as_tokens(tokens)  # type: ignore[arg-type]
             if computed < known:
@@ -231,6 +249,8 @@ class BlockManager:
             self.pool.token_slots[tables.slots(row, computed, computed + len(ids))] = ids
             tables.computed[row] = tables.known[row] = computed + len(ids)
             self.counters.generated_tokens += len(ids)
+        if seq.batch is not None:
+            seq.batch.pending = None
         if seq.sources:
             self.growth.copied(seq)
         self.publication.publish(seq)
@@ -255,7 +275,7 @@ class BlockManager:
             slots = pending.popleft()[1]
         else:
             slots = self._slots_to_commit(batch, computed, n)
-            pending.clear()
+            batch.pending = None
         self.pool.token_slots[slots] = ids
         computed = np.add(computed, ONE if n == 1 else n)
         tables.computed[rows] = computed
@@ -269,7 +289,7 @@ class BlockManager:
                 self.publication.publish(seq)
 
     def _slots_to_commit(self, batch: Batch, computed: Ints, n: int) -> Ints:
-        """Where the next n tokens of each member lie; the membership changed since they were grown."""
+        """Where the next n tokens of each member lie, [S * n] row-major. Raises InvalidCount if one has no room."""
         tables, rows = self.tables, batch.rows
         short = (computed + n > batch.lengths).nonzero()[0]
         if len(short):
@@ -338,8 +358,11 @@ class BlockManager:
         return self.tree.root(namespace)
 
     def _check_request(self, request_id: Hashable) -> None:
-        if not isinstance(request_id, Hashable):
-            raise InvalidConfig(f"request id must be hashable, got {type(request_id).__name__} {request_id!r}")
+        try:
+            hash(request_id)
+        except TypeError:
+            kind = type(request_id).__name__
+            raise InvalidConfig(f"request id must be hashable, got {kind} {request_id!r}") from None
         if request_id is not None and request_id in self.requests:
             raise DuplicateRequest(f"request id {request_id!r} is in use by {self.requests[request_id]!r}")
 
@@ -360,7 +383,7 @@ class BlockManager:
         computed = seq.computed
         if computed < seq.length:
             raise InvalidState(f"{seq!r} can't be forked with {seq.length - computed} tokens not committed")
-        check_count("reserve", reserve)
+        reserve = check_count("reserve", reserve)
         self._check_request(request_id)
         self.publication.publish(seq)
         count = -(-computed // size)
@@ -388,10 +411,11 @@ class BlockManager:
         """
         self._own(seq)
         tables, row, size = self.tables, seq.row, self.block_size
-        if check_count("length", length) > tables.room(row):
+        length = check_count("length", length)
+        if length > tables.room(row):
             raise InvalidCount(f"can't trim {seq!r} to {length} tokens: it has room for {tables.room(row)}")
         if seq.batch is not None:
-            seq.batch.pending.clear()
+            seq.batch.pending = None
         self.publication.publish(seq)
         count, keep = int(tables.count[row]), -(-length // size)
         gone = tables.row(row)[keep:].astype(np.intp)
@@ -462,7 +486,7 @@ class BlockManager:
         if seq.manager is not self or seq.kept is None:
             raise InvalidState(f"{seq!r} is not a preempted sequence of this manager")
         tokens = seq.kept if more is None else as_tokens(np.concatenate([seq.kept, as_tokens(more)]))
-        check_count("reserve", reserve)
+        reserve = check_count("reserve", reserve)
         root = self.tree.root(seq.root.namespace) if seq.root.dead else seq.root
         entry = self.admission.examine(root, tokens, seq.media, reserve, len(tokens), wait=False)
         if not isinstance(entry, Entry):
@@ -505,7 +529,7 @@ class BlockManager:
         Valid until the next changing call: a match is never remembered across attempts. No side effects.
         """
         tokens = as_tokens(prompt)
-        keys = media_keys(media, self.block_size) if media else NO_MEDIA
+        keys = media_keys(media, self.block_size)
         return self.admission.match(self._root(namespace), tokens, keys, len(tokens))
 
     def explain(
@@ -514,7 +538,7 @@ class BlockManager:
         """Where reuse of this prompt would stop now, and why; for operators, not tenants. No side effects."""
         tokens = as_tokens(prompt)
         self._root(namespace)
-        return explain(self, tokens, namespace, media_keys(media, self.block_size) if media else NO_MEDIA)
+        return explain(self, tokens, namespace, media_keys(media, self.block_size))
 
     def flush(self) -> None:
         """Publish everything that is full and computed; matching does so by itself where it matters."""

@@ -45,7 +45,8 @@ class Pool:
                 raise InvalidConfig(f"{name} must be an int, got {type(value).__name__} {value!r}")
             if not 1 <= value <= MAX_BLOCKS:
                 raise InvalidConfig(f"{name} must be in 1 .. {MAX_BLOCKS}, got {value}")
-        self.num_blocks, self.block_size = int(num_blocks), int(block_size)
+        num_blocks, block_size = int(num_blocks), int(block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.lease = np.zeros(num_blocks, np.int32)
         self.fence = np.zeros(num_blocks, np.int32)
         self.committed = np.zeros(num_blocks, np.bool_)
@@ -55,7 +56,7 @@ class Pool:
             raise InvalidConfig(f"{num_blocks} blocks of {block_size} tokens: more ids than memory can hold") from None
         self.token_slots = self.tokens.reshape(-1)
         self.stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self.free = int(num_blocks)
+        self.free = num_blocks
         self.cached = self.fenced = self.fences = 0
 
     @property
@@ -97,7 +98,7 @@ class Pool:
         self.lease[blocks] += ONE
 
     def drop(self, blocks: Ints, tickets: int) -> int:
-        """Remove one lease from each block, committed ones first; returns how many of them became cached.
+        """Remove one lease from each block; returns how many of them became cached.
 
         With tickets open each block gains that many fences instead of becoming reclaimable.
         """
@@ -124,7 +125,7 @@ class Pool:
         return idle
 
     def unfence(self, blocks: Ints) -> int:
-        """Remove one fence from each block, committed ones first; returns how many of them became cached."""
+        """Remove one fence from each block; returns how many of them became cached."""
         counts = self.fence[blocks]
         counts -= 1
         self.fence[blocks] = counts
@@ -134,10 +135,10 @@ class Pool:
         return self._settle(released)
 
     def _settle(self, blocks: Ints) -> int:
-        """Blocks that nothing holds any more: cached if the tree has them, else free. In table order, so that the
-        committed ones come first."""
-        cached = int(np.count_nonzero(self.committed[blocks]))
+        """Blocks that nothing holds any more: cached if the tree has them, else free. Returns how many are cached."""
+        committed = self.committed[blocks]
+        cached = int(np.count_nonzero(committed))
         self.cached += cached
         if cached < len(blocks):
-            self.give(blocks[cached:])
+            self.give(blocks[~committed])
         return cached

@@ -156,7 +156,8 @@ class Batch:
         self._rows: Ints = np.zeros(16, np.intp)
         self.rows: Ints = self._rows[:0]  # intp [S]: the members' rows in the tables
         self.sequences: list[Sequence] = []
-        self.pending: deque[tuple[int, npt.NDArray[np.int64]]] = deque()  # (n, slots) grown, not yet committed
+        # (n, slots) grown and not committed, from each member's first token that is not; None: unknown, see the tables
+        self.pending: deque[tuple[int, npt.NDArray[np.int64]]] | None = None
         try:
             for seq in sequences:
                 self.add(seq)
@@ -197,7 +198,7 @@ class Batch:
 
     def _changed(self) -> None:
         self.rows = self._rows[: len(self.sequences)]
-        self.pending.clear()
+        self.pending = None
 
     @property
     def lengths(self) -> Blocks:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from .pool import Ints
 
+MAX_LENGTH = 2**31 - 1  # tokens of a sequence: kernels take int32 lengths
+
 
 class Tables:
     """Rows of block tables for up to any number of live sequences."""

@@ -90,7 +90,8 @@ class HostTier:
         self._queue: list[tuple[int, int, Run, int]] = []  # block to be copied, its prefix, and its place
         self._loading: dict[int, int] = {}
         self._swaps: dict[int, Swap] = {}  # by the sequence's serial
-        self._returning: set[int] = set()  # serials of sequences whose swap is being copied back
+        self._saves: list[Saves] = []  # handed out and not acknowledged, as these:
+        self._loads: list[Loads] = []
         self.names.add(self)
 
     @property
@@ -197,15 +198,20 @@ class HostTier:
                 path = self.manager.tree.path(run, at).astype(np.intp)
                 guards.append(self.manager.tickets.guard(path, run.root))
         pairs = np.array([(block, self._saving[number].host) for block, number, _, _ in queue], np.int32)
-        return Saves(pairs.reshape(-1, 2), tuple(number for _, number, _, _ in queue), tuple(guards))
+        saves = Saves(pairs.reshape(-1, 2), tuple(number for _, number, _, _ in queue), tuple(guards))
+        if queue:
+            self._saves.append(saves)
+        return saves
 
     def saved(self, saves: Saves, ok: bool = True) -> None:
         """These copies are over; unless `ok` nothing counts as backed up by them. Raises InvalidHandle if unknown."""
-        if not all(number in self._saving for number in saves.prefixes):
-            raise InvalidHandle("these saves were acknowledged before, or belong to another tier")
+        if isinstance(saves, Saves) and not len(saves.pairs):
+            return
+        at = self._index(saves, self._saves)
         self.names.catch_up()
         spaces = {self._saving[number].namespace for number in saves.prefixes}
         roots = {space: self.names.root(space) for space in spaces}
+        del self._saves[at]
         self.manager.tickets.release(saves.guards)
         for number in saves.prefixes:
             entry = self._saving.pop(number)
@@ -217,6 +223,14 @@ class HostTier:
                 self.prefixes.leave(number)
                 self._free.append(entry.host)
                 self.counters["failed"] += not ok
+
+    @staticmethod
+    def _index(one: Saves | Loads, handed_out: list[Any]) -> int:
+        """Where this very object is in the list. Equal ones won't do: each stands for copies of its own."""
+        for index, other in enumerate(handed_out):
+            if other is one:
+                return index
+        raise InvalidHandle(f"{type(one).__name__} that this tier did not hand out, or that were acknowledged before")
 
     def _take(self) -> int | None:
         """A free host block: of a sequence that was freed while swapped, or of the least recently used entry that
@@ -284,9 +298,10 @@ class HostTier:
         """BlockManager.admit, and the copies of the prompt's next blocks from host memory, if there are any.
 
         worthwhile  of a number of blocks: whether loading them costs less than computing them
-        Until `loaded` the host blocks stay, and the sequence must not be committed or computed.
+        Until `loaded` the host blocks and the sequence's own stay theirs, even if it is freed or preempted; it must
+        not be computed or committed.
         """
-        media = tuple(media)
+        media = () if media is None else tuple(media)
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         found = found if found and worthwhile(len(found)) else []
@@ -297,7 +312,7 @@ class HostTier:
             # Fewer blocks than matched (at_most=), or a part of the next one (partial reuse): these pages don't follow.
             follows = isinstance(answer, Sequence) and answer.cached == len(place.blocks) * self.manager.block_size
             if hosts and follows and isinstance(answer, Sequence):
-                loads = self._loads(answer, hosts)
+                loads = self._load(answer, hosts, len(hosts) * self.manager.block_size, None)
         finally:
             if loads is None:
                 self._release(hosts)
@@ -307,7 +322,7 @@ class HostTier:
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> int:
         """Leading tokens of the prompt that are cached or, behind those, in host memory, in whole blocks."""
-        media = tuple(media)
+        media = () if media is None else tuple(media)
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         return (len(place.blocks) + len(found)) * self.manager.block_size
@@ -346,30 +361,40 @@ class HostTier:
                 if not any(entry.host == host for entry in self._entries.values()):
                     self._free.append(host)  # its entry was dropped meanwhile
 
-    def _loads(self, seq: Sequence, hosts: list[int]) -> Loads:
-        start = seq.published
-        device = seq.block_table[start : start + len(hosts)]
-        pairs = np.stack([np.array(hosts, np.int32), device], axis=1)
-        return Loads(seq, pairs, start * self.manager.block_size, len(hosts) * self.manager.block_size, None)
+    def _load(self, seq: Sequence, hosts: list[int], tokens: int, swap: Swap | None) -> Loads:
+        """Copies of these pages into the sequence's blocks behind those that are published."""
+        stop, start = seq.published + len(hosts), seq.computed
+        path = seq.block_table[:stop].astype(np.intp)
+        pairs = np.stack([np.array(hosts, np.int32), path[seq.published :].astype(np.int32)], axis=1)
+        content = seq.tokens[start : start + tokens]
+        loads = Loads(seq, pairs, start, tokens, content, self.manager.tickets.guard(path, seq.root), swap)
+        self._loads.append(loads)
+        return loads
 
     def loaded(self, loads: Loads, ok: bool = True) -> None:
-        """These copies are over: if `ok` their tokens are committed, else they are left to be computed.
+        """These copies are over: if `ok` their tokens are committed, else they are left to be computed. They are
+        left too if the sequence was preempted or changed meanwhile.
 
         Raises InvalidHandle if they were acknowledged before.
         """
+        del self._loads[self._index(loads, self._loads)]
+        seq, first = loads.seq, loads.start // self.manager.block_size
         if loads.swap is not None:
-            self._returning.discard(loads.seq.serial)
             self._end_swap(loads.swap)
-        elif any(host not in self._loading for host in loads.pairs[:, 0].tolist()):
-            raise InvalidHandle("these loads were acknowledged before, or belong to another tier")
         else:
             self._release(loads.pairs[:, 0].tolist())
         self.counters["loaded" if ok else "failed"] += len(loads.pairs)
-        seq, first = loads.seq, loads.start // self.manager.block_size
         if ok and seq.live and seq.computed == loads.start:
+            # The same blocks are the same copies' destinations, for nobody else was given them: see Loads.guard.
             device = seq.block_table[first : first + len(loads.pairs)]
-            if np.array_equal(device, loads.pairs[:, 1]):  # not preempted and resumed elsewhere meanwhile
+            content = seq.tokens[loads.start : loads.start + loads.tokens]
+            if np.array_equal(device, loads.pairs[:, 1]) and np.array_equal(content, loads.content):
                 self.manager.commit(seq, loads.tokens)
+        self.manager.tickets.release([loads.guard])
+
+    def _returning(self, seq: Sequence) -> bool:
+        """Its swap is being copied back."""
+        return any(loads.swap is not None and loads.seq is seq for loads in self._loads)
 
     # --- swapping ------------------------------------------------------------------------------------------
 
@@ -379,9 +404,9 @@ class HostTier:
         Blocks that another sequence leases stay where they are and are matched again later. The blocks that are
         copied stay fenced until `swapped_out`. Raises InvalidHandle.
         """
-        if seq.manager is not self.manager or not seq.live:
+        if not isinstance(seq, Sequence) or seq.manager is not self.manager or not seq.live:
             raise InvalidHandle(f"{seq!r} is not a live sequence of this tier's manager")
-        if seq.serial in self._returning:
+        if self._returning(seq):
             raise InvalidState(f"{seq!r} can't be swapped out before its loads are acknowledged")
         if seq.serial in self._swaps:  # it came back by `resume`, without its pages
             self._end_swap(self._swaps[seq.serial])
@@ -402,6 +427,8 @@ class HostTier:
 
     def swapped_out(self, swap: Swap, ok: bool = True) -> None:
         """The copies to host memory are over; unless `ok` the sequence will be recomputed. Raises InvalidHandle."""
+        if not isinstance(swap, Swap):
+            raise InvalidHandle(f"{swap!r} is not a Swap")
         self.manager.close_ticket(swap.ticket)
         if not ok:
             self.counters["failed"] += len(swap.pairs)
@@ -416,10 +443,10 @@ class HostTier:
         None: it is live and nothing is to be copied; compute from seq.computed on. NoSpace and NeverFits as `resume`.
         Raises InvalidState while its copies to host memory are not over.
         """
-        swap = self._swaps.get(seq.serial)
+        swap = self._swap(seq)
         if swap is not None and swap.ticket in self.manager.tickets.active:
             raise InvalidState(f"{seq!r} is still being swapped out")
-        if seq.serial in self._returning:
+        if self._returning(seq):
             raise InvalidState(f"{seq!r} can't come back again before its loads are acknowledged")
         invalidated = seq.root.dead
         refusal = self.manager.resume(seq, more, reserve=reserve)
@@ -434,18 +461,21 @@ class HostTier:
         if matched < swap.start or seq.computed >= swap.computed or seq.computed != matched * self.manager.block_size:
             self._end_swap(swap)  # a hole before them, or all of it was still cached
             return None
-        kept = swap.pairs[matched - swap.start :, 1]
-        pairs = np.stack([kept, seq.block_table[matched : matched + len(kept)]], axis=1)
-        self._returning.add(seq.serial)
-        self.counters["swapped_in"] += len(pairs)
-        return Loads(seq, pairs, seq.computed, swap.computed - seq.computed, swap)
+        kept = swap.pairs[matched - swap.start :, 1].tolist()
+        self.counters["swapped_in"] += len(kept)
+        return self._load(seq, kept, swap.computed - seq.computed, swap)
 
     def forget(self, seq: Sequence) -> None:
         """A swapped sequence was freed: give its host blocks back, or, while copies are under way, when those are
         acknowledged. Sequences that were not swapped are ignored."""
-        swap = self._swaps.get(seq.serial)
-        if swap is not None and swap.ticket not in self.manager.tickets.active and seq.serial not in self._returning:
+        swap = self._swap(seq)
+        if swap is not None and swap.ticket not in self.manager.tickets.active and not self._returning(seq):
             self._end_swap(swap)
+
+    def _swap(self, seq: Sequence) -> Swap | None:
+        if not isinstance(seq, Sequence):
+            raise InvalidHandle(f"{seq!r} is not a sequence")
+        return self._swaps.get(seq.serial) if seq.manager is self.manager else None
 
     def _end_swap(self, swap: Swap) -> None:
         if self._swaps.get(swap.seq.serial) is swap:

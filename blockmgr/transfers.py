@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .fences import Guard, Ticket
+from .pool import Blocks
 from .sequence import Sequence
 
 Pairs = npt.NDArray[np.int32]
@@ -27,14 +28,18 @@ class Saves(NamedTuple):
 class Loads(NamedTuple):
     """Copies out of host blocks for one sequence: pairs int32 [k, 2] (host block, device block).
 
-    start   tokens of the sequence that are computed already
-    tokens  how many more are when the copies are done
+    start    tokens of the sequence that are computed already
+    tokens   how many more are when the copies are done
+    content  int32 [tokens]: their ids, for if the sequence is changed meanwhile
+    guard    keeps the destinations from being handed out to others meanwhile
     """
 
     seq: Sequence
     pairs: Pairs
     start: int
     tokens: int
+    content: Blocks
+    guard: Guard
     swap: Swap | None
 
 

@@ -190,11 +190,13 @@ def test_d20_swap_leaves_blocks_that_another_sequence_leases():
 
 
 def test_d20_a_host_block_being_loaded_is_not_evicted():
-    manager, tier, shadow = make(4, 4, 3)
+    manager, tier, shadow = make(7, 4, 3)
     run(shadow, TOKENS[:13])
     run(shadow, TOKENS[50:66])
+    run(shadow, TOKENS[30:42])
     seq, loads = tier.admit(TOKENS[:13])
     in_use = set(loads.pairs[:, 0].tolist())
+    assert len(in_use) == 3
     manager.preempt(seq)
     other = manager.admit(TOKENS[70:86])
     assert not in_use & set(tier.take_saves().pairs[:, 1].tolist())

@@ -326,12 +326,8 @@ def _of_sequences(manager: BlockManager) -> dict[str, Any]:
         "leaders": {key: seq.serial for key, seq in publication.leaders.items()},
         "eager, copying, shared": [sorted(seq.serial for seq in members) for members in sets],
         "promised": manager.tables.promised,
-        "batches": sorted(
-            (seq.serial, [(n, slots.tolist()) for n, slots in seq.batch.pending])
-            for seq in manager.sequences.values() if seq.batch is not None
-        ),
         "counters": {name: getattr(manager.counters, name) for name in manager.counters.__dataclass_fields__},
-    }  # fmt: skip
+    }
 
 
 def _of_holds(manager: BlockManager) -> dict[str, Any]:
@@ -358,7 +354,8 @@ def _of_tier(tier: HostTier) -> dict[str, Any]:
         "host queue": [(block, name, at) for block, name, _, at in tier._queue],
         "host loading": dict(tier._loading),
         "host swaps": [(serial, swap.pairs.tolist(), swap.start) for serial, swap in tier._swaps.items()],
-        "host returning": sorted(tier._returning),
+        "host copies": [(loads.seq.serial, loads.pairs.tolist()) for loads in tier._loads],
+        "host saves": [saves.pairs.tolist() for saves in tier._saves],
         "host counters": dict(tier.counters),
     }
 

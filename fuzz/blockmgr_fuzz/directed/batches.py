@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from blockmgr import BlockManager, NoSpace, Sequence
+from blockmgr import BlockManager, InvalidCount, NoSpace, Sequence
 
-from .setup import computed, found, situation
+from .setup import computed, found, refused, situation
 
 
 @situation
@@ -182,4 +182,77 @@ def more_sequences_live_than_there_were_rows() -> None:
     manager.check()
     step = manager.grow(manager.batch(sequences))
     assert not step.starved and len(set(step.slots.tolist())) == 130
+    manager.check()
+
+
+@situation
+def a_member_leaves_while_two_steps_are_in_flight() -> None:
+    manager = BlockManager(16, 4)
+    stays, leaves, _ = three(manager)
+    batch = manager.batch([stays, leaves])
+    manager.grow(batch)
+    manager.free(leaves)
+    manager.grow(batch)
+    manager.commit(batch, [7])
+    manager.commit(batch, [8])
+    assert stays.tokens.tolist() == [1, 7, 8]
+    manager.check()
+
+
+@situation
+def a_batch_grows_with_room_left_over() -> None:
+    manager = BlockManager(16, 4)
+    ahead, even, _ = three(manager)
+    manager.grow(ahead)
+    batch = manager.batch([ahead, even])
+    manager.grow(batch)
+    manager.commit(batch, [10, 20])
+    manager.commit(ahead, [11])
+    manager.grow(batch, 2)
+    manager.commit(batch, [12, 21])
+    manager.grow(batch)
+    manager.commit(batch, [13, 22])
+    assert (ahead.tokens.tolist(), even.tokens.tolist()) == ([1, 10, 11, 12, 13], [2, 20, 21, 22])
+    manager.check()
+
+
+@situation
+def a_member_commits_by_itself_between_growth_and_commit() -> None:
+    manager = BlockManager(16, 4)
+    first, second, _ = three(manager)
+    batch = manager.batch([first, second])
+    manager.grow(batch)
+    manager.commit(first, [10])
+    manager.commit(second, [20])
+    manager.grow(batch)
+    manager.commit(batch, [11, 21])
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 10, 11], [2, 20, 21])
+    manager.check()
+
+
+@situation
+def somebody_starves_and_the_others_go_on() -> None:
+    manager = BlockManager(4, 1)
+    old, young, _ = three(manager)
+    batch = manager.batch([old, young])
+    assert manager.grow(batch).starved == (young,)
+    manager.preempt(young)
+    assert not manager.grow(batch).starved
+    manager.commit(batch, [10])
+    manager.commit(batch, [11])
+    assert old.tokens.tolist() == [1, 10, 11]
+    manager.check()
+
+
+@situation
+def a_starved_step_is_not_committed() -> None:
+    manager = BlockManager(4, 1)
+    old, young, third = three(manager)
+    batch = manager.batch([old, young])
+    assert manager.grow(batch).starved == (young,)
+    refused(InvalidCount, manager.commit, batch, [10, 20])
+    manager.free(third)
+    manager.grow(young)
+    manager.commit(batch, [10, 20])
+    assert (old.tokens.tolist(), young.tokens.tolist()) == ([1, 10], [2, 20])
     manager.check()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockmgr import BlockManager, Namespace, NoSpace, Sequence
+from blockmgr import BlockManager, InvalidHandle, Namespace, NoSpace, Sequence
 from blockmgr.events import EventLog
 from blockmgr.names import name_blocks
-from blockmgr.tiers import HostTier
+from blockmgr.tiers import HostTier, Loads
 
-from .setup import cached, computed, found, situation
+from .setup import cached, computed, found, refused, situation
 
 
 def host_with_a_prefix() -> tuple[BlockManager, HostTier]:
@@ -275,6 +275,85 @@ def an_image_comes_back_from_host_memory() -> None:
     saved(tier)
     assert tier.lookup([1, 2, 3], media=[(0, b"a")]) == 2
     assert tier.lookup([1, 2, 3]) == tier.lookup([1, 2, 3], media=[(0, b"b")]) == 0
+
+
+def loading() -> tuple[BlockManager, HostTier, Sequence, Loads]:
+    """Four blocks; a sequence whose tokens 1 to 6 are being loaded into its first three."""
+    manager = BlockManager(4, 2)
+    tier = HostTier(manager, 8)
+    cached(manager, [1, 2, 3, 4, 5, 6, 7])
+    cached(manager, list(range(50, 58)))
+    saved(tier)
+    seq, loads = tier.admit([1, 2, 3, 4, 5, 6, 7])
+    saved(tier)
+    assert isinstance(seq, Sequence) and loads is not None and loads.tokens == 6
+    return manager, tier, seq, loads
+
+
+@situation
+def a_sequence_is_freed_while_its_blocks_are_loaded_into() -> None:
+    for leave in (BlockManager.free, BlockManager.preempt):
+        manager, tier, seq, loads = loading()
+        leave(manager, seq)
+        assert manager.admit([9, 9, 9, 9]) == NoSpace(1), "a copy still writes it"
+        manager.check()
+        tier.loaded(loads)
+        assert found(manager, [1, 2, 3, 4, 5, 6]) == 0, "nobody was there to acknowledge for"
+        assert isinstance(manager.admit([9] * 8), Sequence), "nothing writes it any more"
+        tier.check()
+
+
+@situation
+def a_sequence_is_changed_while_its_blocks_are_loaded_into() -> None:
+    manager, tier, seq, loads = loading()
+    manager.trim(seq, 5)
+    assert manager.extend(seq, [60]) is None
+    tier.loaded(loads)
+    assert seq.computed == 0 and found(manager, [1, 2, 3, 4, 5, 60]) == 0, "another token's KV"
+    tier.check()
+
+
+@situation
+def a_swap_comes_back_and_its_sequence_leaves() -> None:
+    manager = BlockManager(3, 2)
+    tier = HostTier(manager, 4)
+    seq = computed(manager, [1, 2, 3, 4, 5])
+    swap = tier.swap_out(seq)
+    assert swap is not None
+    tier.swapped_out(swap)
+    cached(manager, list(range(50, 56)))
+    loads = tier.swap_in(seq)
+    assert loads is not None
+    manager.free(seq)
+    assert isinstance(manager.admit([9]), NoSpace), "a copy still writes it"
+    tier.loaded(loads)
+    refused(InvalidHandle, tier.loaded, loads)
+    assert isinstance(manager.admit([9] * 6), Sequence) and tier.counters["loaded"] == 3
+    tier.check()
+
+
+@situation
+def copies_are_acknowledged_twice_or_elsewhere() -> None:
+    manager = BlockManager(8, 2)
+    tier, other = HostTier(manager, 8), HostTier(manager, 8)
+    cached(manager, [1, 2, 3])
+    cached(manager, list(range(50, 66)))
+    saves, others = tier.take_saves(), other.take_saves()
+    assert len(saves.pairs) == len(others.pairs) == 1
+    refused(InvalidHandle, other.saved, saves)
+    tier.saved(saves)
+    refused(InvalidHandle, tier.saved, saves)
+    other.saved(others)
+    (one, first), (two, second) = tier.admit([1, 2, 3]), tier.admit([1, 2, 3], wait=False)
+    assert isinstance(one, Sequence) and isinstance(two, Sequence) and first is not None and second is not None
+    refused(InvalidHandle, other.loaded, first)
+    tier.loaded(second, ok=False)
+    refused(InvalidHandle, tier.loaded, second, ok=False)
+    refused(InvalidHandle, tier.loaded, first._replace())
+    assert (one.computed, two.computed) == (0, 0)
+    tier.loaded(first)
+    assert (one.computed, two.computed) == (2, 0)
+    tier.check()
 
 
 # --- the event log ------------------------------------------------------------------------------------------
