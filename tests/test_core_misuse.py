@@ -7,7 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager, BlockManagerError, DuplicateRequest, InvalidConfig, InvalidState, Namespace
+from blockmgr import (
+    BlockManager,
+    BlockManagerError,
+    DuplicateRequest,
+    InvalidConfig,
+    InvalidState,
+    Namespace,
+    NeverFits,
+)
 from blockmgr.events import EventLog
 from blockmgr.tiers import HostTier
 from blockmgr.windows import WindowGroup
@@ -70,6 +78,7 @@ BAD = {
         lambda m, s: m.batch([None]),
         lambda m, s: m.batch([s, s]),
         lambda m, s: m.admit(T[:9], request_id=[]),
+        lambda m, s: m.admit(T[:9], request_id=([],)),
     ],
     "counts": [
         lambda m, s: m.admit(T[:9], at_most=-1),
@@ -77,6 +86,16 @@ BAD = {
         lambda m, s: m.admit(T[:9], reserve=True),
         lambda m, s: m.grow(s, -1),
         lambda m, s: m.trim(s, 1.0),
+        *[
+            lambda m, s, target=target, n=n: m.grow(target(m, s), n)
+            for target in (lambda m, s: s, lambda m, s: m.batch([s]))
+            for n in (1.0, np.True_, "1", None, 0, 2**31, 2**70, np.int64(2**63 - 1))
+        ],
+        lambda m, s: m.commit(s, 2.0),
+        lambda m, s: m.commit(s, np.uint8(200)),
+        lambda m, s: m.trim(s, np.uint64(200)),
+        lambda m, s: m.fork(s, reserve=1.0),
+        lambda m, s: m.missing(s, 1.0),
         lambda m, s: s.slots(0.5, 2),
         lambda m, s: s.slots("a", 2),
         lambda m, s: s.slots(2, 1),
@@ -118,7 +137,45 @@ def test_bad_arguments_raise_one_typed_error_and_change_nothing(kind, index):
         BAD[kind][index](m, seq)
     m.check()
     assert state(m) == before
-    m.batch([seq])
+    assert seq.batch or m.batch([seq])
+
+
+@pytest.mark.parametrize("name", ["admit", "resume", "loaded", "saved", "swap_out", "swap_in", "swapped_out", "forget"])
+@pytest.mark.parametrize("thing", [None, 3, "r", []])
+def test_a_host_tier_takes_only_its_own_handles(name, thing):
+    m = BlockManager(8, 4)
+    tier = HostTier(m, 4)
+    serve(m, T[:9])
+    before = state(m)
+    with pytest.raises(BlockManagerError):
+        (getattr(tier, name) if hasattr(tier, name) else m.resume)(thing)
+    assert state(m) == before
+    tier.check()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint16, np.int16, np.uint64, np.int64])
+def test_counts_of_any_integer_type_are_counts(kind):
+    """Given a sequence longer than a small type holds, when its counts come in that type, nothing wraps."""
+    m = BlockManager(kind(100), kind(16))
+    seq = m.admit(np.arange(1000), reserve=kind(100), at_most=kind(0))
+    m.commit(seq, 900)
+    m.commit(seq, kind(100))
+    assert seq.computed == 1000 and m.tables.promised == 6
+    step = m.grow(seq, kind(50))
+    m.commit(seq, np.arange(50))
+    assert len(step.slots) == 50 and seq.computed == 1050
+    assert m.missing(seq, kind(100)) <= 0
+    m.trim(seq, kind(100))
+    assert seq.computed == 100 and len(seq.slots(kind(1), kind(100))) == 99
+    m.check()
+
+
+def test_a_promise_beyond_all_bounds_never_fits():
+    m = BlockManager(8, 4)
+    assert isinstance(m.admit([1] * 6, reserve=np.int64(2**63 - 1)), NeverFits)
+    assert isinstance(m.admit(np.arange(8), reserve=2**70), NeverFits)
+    assert m.grow(serve(m, [5], free=False), 2**31 - 1).starved
+    m.check()
 
 
 @pytest.mark.parametrize("tokens", [5, None, [[1], [2, 3]], [1, 2], [[1, 2], [3, 4]], [1.0], [-1]])

@@ -205,6 +205,25 @@ def test_d20_a_host_block_being_loaded_is_not_evicted():
     tier.check()
 
 
+@pytest.mark.parametrize("leave", [BlockManager.free, BlockManager.preempt])
+def test_d20_a_block_being_loaded_into_is_handed_to_nobody(leave):
+    """Given a load under way, when its sequence leaves, then its blocks wait for the copies that still write them."""
+    manager, tier, shadow = make(4, 4, 8)
+    run(shadow, TOKENS[:13])
+    run(shadow, TOKENS[50:66])
+    shadow.save()
+    seq, loads = tier.admit(TOKENS[:13])
+    shadow.save()
+    leave(manager, seq)
+    assert manager.admit(TOKENS[70:83]).missing == 3
+    shadow.load(loads)
+    other = manager.admit(TOKENS[70:83])
+    shadow.compute(other, 13)
+    shadow.verify(other)
+    assert manager.lookup(TOKENS[:13]) == 0
+    shadow.check()
+
+
 def test_without_host_room_the_swap_is_refused_and_nothing_changes():
     manager, tier, shadow = make(4, 4, 1)
     seq = manager.admit(TOKENS[:9])
