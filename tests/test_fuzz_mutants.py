@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from blockmgr_fuzz import beside, mutation, profiles, properties
+from blockmgr_fuzz import beside, mutation, profiles, properties, steps
 from blockmgr_fuzz.mutants import ALL, Mutant
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -14,7 +14,7 @@ from blockmgr import BlockManager, Namespace
 from blockmgr.events import EventLog, TreeMirror
 from blockmgr.tiers import HostTier
 
-MACHINES = (properties.ExactMachine, beside.TierMachine, beside.WindowMachine)
+MACHINES = (properties.ExactMachine, steps.StepsMachine, beside.TierMachine, beside.WindowMachine)
 HANDFUL = ("pool: drop ignores fences", "tree: a cut run stays registered", "publication: half blocks are published")
 
 

@@ -7,6 +7,7 @@ from blockmgr_fuzz import campaign
 from blockmgr_fuzz.beside import TierMachine, WindowMachine
 from blockmgr_fuzz.machine import ManagerMachine
 from blockmgr_fuzz.properties import ExactMachine
+from blockmgr_fuzz.steps import StepsMachine
 
 # Names of rules, and of events: operations of ExactMachine and TierMachine are events, drawn within one rule.
 WANTED = {
@@ -20,6 +21,10 @@ WANTED = {
         "admit", "come and go", "compute", "decode", "extend", "fork", "trim", "free", "preempt", "resume", "pin",
         "unpin", "retain", "expire", "guarantee", "invalidate", "ticket", "restart", "look up", "admitted", "refused",
         "pending", "evicted in order", "forked", "pinned", "starved",
+    },
+    StepsMachine: {
+        "join", "grow", "commit", "alone", "roll_back", "member", "starved", "a commit without room",
+        "committed with unequal room",
     },
     TierMachine: {"operate", "host hit", "swapped out", "swapped in", "gap"},
     WindowMachine: {

@@ -28,7 +28,7 @@ pick = st.integers(0, 10_000)
 TIER_OPERATIONS = (
     *("admit", "come_and_go", "churn", "saved", "free") * 3,
     *("compute", "decode", "load", "swapped_out") * 2,
-    "preempt", "swap_out", "swap_out", "swap_in", "swap_in", "invalidate",
+    "change", "preempt", "swap_out", "swap_out", "swap_in", "swap_in", "invalidate",
 )  # fmt: skip
 
 
@@ -150,15 +150,10 @@ class TierMachine(RuleBasedStateMachine):
             self._finish(loads, ok)
 
     def _finish(self, loads: Loads, ok: bool) -> None:
-        """The copies of loads end; if they fail the device blocks hold anything."""
+        """The copies of loads end now, whoever has the blocks; if they fail these hold anything."""
         seq = loads.seq
         before = seq.computed if seq.live else -1
-        first = loads.start // self.manager.block_size
-        # Preempted meanwhile: the copies were called off, unless it came back to the very same blocks.
-        same = before == loads.start and np.array_equal(
-            seq.block_table[first : first + len(loads.pairs)], loads.pairs[:, 1]
-        )
-        for host, block in loads.pairs.tolist() if same else ():
+        for host, block in loads.pairs.tolist():
             self.device[block] = self.host[host] if ok else None
         self.tier.loaded(loads, ok)
         if seq.live:
@@ -197,6 +192,19 @@ class TierMachine(RuleBasedStateMachine):
     def _load(self, index: int, ok: bool) -> None:
         if self.loads:
             self._finish(self.loads.pop(index % len(self.loads)), ok)
+
+    def _change(self, index: int, ok: bool) -> None:
+        """Rolled back and extended otherwise, with loads under way or without."""
+        if not self.live:
+            return
+        seq = self.live[index % len(self.live)]
+        if seq.known != seq.length or seq.known < 2:
+            return
+        self.manager.trim(seq, seq.length - 1 - index // 2 % min(3, seq.length - 1))
+        if self.manager.extend(seq, [index % 2, index // 4 % 2][: 1 + index % 2]) is None:
+            self._take_saves()
+            for source, target, count in seq.copies.tolist():
+                self.device[target, :count] = self.device[source, :count]
 
     def _saved(self, index: int, ok: bool) -> None:
         if self.saves:
@@ -267,7 +275,8 @@ class TierMachine(RuleBasedStateMachine):
             self._take_saves()
             if answer is not None:
                 self.loads.append(answer)
-                self._load_all(seq, ok)
+                if index % 4:
+                    self._load_all(seq, ok)
 
     def _invalidate(self, index: int, ok: bool) -> None:
         """What was computed before is not to be found after."""

@@ -172,9 +172,9 @@ def _timed(machine: type[RuleBasedStateMachine]) -> type[RuleBasedStateMachine]:
 
 def machines(module: str) -> tuple[type[RuleBasedStateMachine], ...]:
     """The machines that look at a module of blockmgr; "" for all of them."""
-    from . import beside, machine, properties
+    from . import beside, machine, properties, steps
 
-    core = (machine.ManagerMachine, properties.ExactMachine)
+    core = (machine.ManagerMachine, properties.ExactMachine, steps.StepsMachine)
     if module in ("tiers", "events", "names", "prefixes"):
         return (beside.TierMachine,)
     if module == "windows":
