@@ -16,13 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BlockManagerError, InvalidConfig, InvalidState, check_count
+from .errors import BlockManagerError, InvalidConfig, InvalidCount, InvalidState, check_count
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import Hasher, Namespace, xxh3_128
 from .pool import Blocks
+from .tokens import shown
 
 DEVICE = "device"
+MAX_CAPACITY = 2**31 - 1
 
 
 class Stored(NamedTuple):
@@ -74,11 +76,12 @@ class EventLog:
     def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
         if not isinstance(manager, BlockManager):
             raise InvalidConfig(f"an event log needs a BlockManager, got {type(manager).__name__}")
-        check_count("capacity", capacity, least=1)
+        if check_count("capacity", capacity, least=1) > MAX_CAPACITY:
+            raise InvalidCount(f"capacity must be in 1 .. {MAX_CAPACITY}, got {shown(capacity)}")
         if manager.log is not None:
             raise InvalidState("this manager has an event log already")
         self._manager = manager
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._events: deque[Event] = deque(maxlen=int(capacity))
         self._number = 0
         self._gone: dict[bytes, None] = {}  # names of evicted blocks, oldest first, at most N
         self.names = name_blocks(manager, hasher)
@@ -179,7 +182,13 @@ class TreeMirror:
             self._store(event)
 
     def apply(self, event: Event) -> None:
-        """Follow one event. Raises MissedEvents unless its number is the next one, changing nothing."""
+        """Follow one event. Raises MissedEvents unless its number is the next one, changing nothing.
+
+        Where a weak hasher gave two blocks one name, the name is forgotten when the first of them goes: what is
+        left is believed missing, never the other way.
+        """
+        if not isinstance(event, (Stored, Removed, Cleared)):
+            raise InvalidConfig(f"a mirror follows events, got {shown(event)}")
         if event.number != self.number + 1:
             raise MissedEvents(f"event {event.number} follows event {self.number}: take a snapshot")
         self.number = event.number
@@ -187,7 +196,7 @@ class TreeMirror:
             self._store(event)
         elif isinstance(event, Removed):
             for digest in event.digests:
-                del self.blocks[event.namespace.key, event.tier, digest]
+                self.blocks.pop((event.namespace.key, event.tier, digest), None)
         else:
             key = event.namespace.key if event.namespace is not None else None
             self.blocks = {name: block for name, block in self.blocks.items() if key not in (None, name[0])}

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from .errors import InvalidConfig
 from .manager import BlockManager
 
 # metric of ours -> (the name vLLM exports where the meaning is the same, else None; type; help)
@@ -40,7 +41,9 @@ EXPORTED: dict[str, tuple[str | None, str, str]] = {
 
 
 def token_fill(manager: BlockManager) -> tuple[int, int]:
-    """(tokens, slots) of the leased blocks; a shared block counts once. O(N + live blocks)."""
+    """(tokens, slots) of the leased blocks; a shared block counts once. O(N + live blocks). Raises InvalidConfig."""
+    if not isinstance(manager, BlockManager):
+        raise InvalidConfig(f"metrics are a BlockManager's, got {type(manager).__name__}")
     fill = np.zeros(manager.num_blocks, np.int64)
     size = manager.block_size
     for seq in manager.sequences.values():
@@ -56,9 +59,9 @@ def token_fill(manager: BlockManager) -> tuple[int, int]:
 
 
 def read(manager: BlockManager) -> dict[str, float]:
-    """Every metric by name; ratios over nothing are 0."""
-    pool, counters = manager.pool, asdict(manager.counters)
+    """Every metric by name; ratios over nothing are 0. Raises InvalidConfig."""
     tokens, slots = token_fill(manager)
+    pool, counters = manager.pool, asdict(manager.counters)
     return {
         **counters,
         "free": pool.free,
@@ -76,7 +79,9 @@ def read(manager: BlockManager) -> dict[str, float]:
 
 
 def exposition(manager: BlockManager, model: str = "") -> str:
-    """The metrics in Prometheus' text format; `model` becomes the label model_name."""
+    """The metrics in Prometheus' text format; `model` becomes the label model_name. Raises InvalidConfig."""
+    if not isinstance(model, str):
+        raise InvalidConfig(f"model must be a str, got {type(model).__name__}")
     values = read(manager)
     escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'{{model_name="{escaped}"}}' if model else ""

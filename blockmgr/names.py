@@ -19,9 +19,11 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .errors import InvalidConfig
 from .manager import BlockManager
 from .namespace import Hasher, Namespace, frame, xxh3_128
 from .pool import Blocks, Ints
+from .tokens import shown
 from .tree import Root, Run, log
 
 MOST_RECORDS = 4096  # unnamed changes that are kept before they are named without being asked for
@@ -63,14 +65,17 @@ class Names:
     digests  uint8 [N, 16], as of the last `catch_up`
     hashed   blocks hashed so far
 
-    hasher   bytes -> digest of fixed length. Names need not be collision-free for the manager or the host tier to be
-             right (the tree and prefixes.py compare content), only for consumers that go by name alone: give a
-             cryptographic hash where tenants share such a thing.
+    hasher   bytes -> digest of fixed length; InvalidConfig if it returns anything else. Names need not be
+             collision-free for the manager or the host tier to be right (the tree and prefixes.py compare content),
+             only for consumers that go by name alone: give a cryptographic hash where tenants share such a thing.
     """
 
     def __init__(self, manager: BlockManager, hasher: Hasher = xxh3_128) -> None:
-        self._manager, self._hasher = manager, hasher
-        self.digests = np.zeros((manager.num_blocks, len(hasher(b""))), np.uint8)
+        if not callable(hasher):
+            raise InvalidConfig(f"hasher must be a function from bytes to bytes, got {shown(hasher)}")
+        self._manager, self._hasher, self._size = manager, hasher, 0
+        self._size = len(self._hash(b""))
+        self.digests = np.zeros((manager.num_blocks, self._size), np.uint8)
         self.hashed = 0
         self.consumers: list[Consumer] = []
         self.missed = False
@@ -80,6 +85,13 @@ class Names:
         self._start()
         manager.tree.listeners.append(self)
 
+    def _hash(self, data: bytes) -> bytes:
+        digest = self._hasher(data)
+        if not isinstance(digest, bytes) or not digest or len(digest) != (self._size or len(digest)):
+            want = f"{self._size} bytes as before" if self._size else "bytes"
+            raise InvalidConfig(f"hasher must return {want}, got {shown(digest)}")
+        return digest
+
     def _start(self) -> None:
         """Record everything that is there."""
         for run in self._manager.tree.runs():
@@ -87,7 +99,7 @@ class Names:
 
     def root(self, namespace: Namespace) -> bytes:
         """The name that stands for the parent of a namespace's first blocks."""
-        return self._hasher(namespace.key)
+        return self._hash(namespace.key)
 
     def of_all(self, blocks: Iterable[int]) -> tuple[bytes, ...]:
         """The names of committed blocks, as of the last `catch_up`."""
@@ -99,7 +111,7 @@ class Names:
 
     def child(self, above: bytes, tokens: Blocks, media: bytes) -> bytes:
         """The name of a block with these tokens [B] behind the one named `above`."""
-        return self._hasher(above + frame(media) + tokens.tobytes())
+        return self._hash(above + frame(media) + tokens.tobytes())
 
     def stored(self, run: Run, start: int, blocks: Ints) -> None:
         self._record("stored", run, start, blocks)

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import xxhash
 
 from .errors import InvalidConfig
+from .tokens import shown
 
 Part = str | bytes | int
 Hasher = Callable[[bytes], bytes]
+MAX_BITS = 2048  # of an int part: its decimal digits (at most 617) can be printed and read whatever limit Python has
+MAX_POSITION = 2**63 - 1
 
 
 def xxh3_128(data: bytes) -> bytes:
@@ -28,10 +32,12 @@ def xxh3_128(data: bytes) -> bytes:
 def frame(part: Part) -> bytes:
     """One part, type-tagged and length-framed: `frame("1") != frame(b"1") != frame(1)`.
 
-    Raises InvalidConfig for any other type (bool included: it would equal an int).
+    Raises InvalidConfig for any other type (bool included: it would equal an int), or an int of over MAX_BITS bits.
     """
     if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
-        raise InvalidConfig(f"namespace part must be str, bytes or int, got {type(part).__name__} {part!r}")
+        raise InvalidConfig(f"namespace part must be str, bytes or int, got {shown(part)}")
+    if isinstance(part, int) and part.bit_length() > MAX_BITS:
+        raise InvalidConfig(f"namespace part must be an int of at most {MAX_BITS} bits, got {part.bit_length()}")
     tag = {str: b"s", bytes: b"b", int: b"i"}[str if isinstance(part, str) else type(part)]
     # By value, whatever a subclass prints: a secret that shows itself as stars must not be keyed by the stars.
     if isinstance(part, str):
@@ -74,6 +80,8 @@ class Namespace:
     @staticmethod
     def decode(key: bytes) -> Namespace:
         """The namespace whose `key` this is. Raises InvalidConfig if it is none's."""
+        if not isinstance(key, bytes):
+            raise InvalidConfig(f"an encoded namespace is bytes, got {shown(key)}")
         parts: list[Part] = []
         at = 0
         while at < len(key):
@@ -89,13 +97,31 @@ class Namespace:
             at = end
         if at != len(key) or parts[5:6] != [len(parts) - 6]:
             raise InvalidConfig(f"not an encoded namespace: {key[:40]!r}")
-        return Namespace(parts[0], parts[1], parts[2], parts[3], parts[4], tuple(parts[6:]))
+        namespace = Namespace(parts[0], parts[1], parts[2], parts[3], parts[4], tuple(parts[6:]))
+        if namespace.key != key:  # another spelling of a number
+            raise InvalidConfig(f"not an encoded namespace: {key[:40]!r}")
+        return namespace
 
 
 DEFAULT = Namespace()
 
 
-def media_keys(media: Iterable[tuple[int, bytes]], block_size: int) -> dict[int, bytes]:
+def as_media(media: Iterable[tuple[int, bytes]] | None) -> list[tuple[int, bytes]]:
+    """The pairs (token position, identity) in order, of any iterable; None is no media. Raises InvalidConfig."""
+    try:
+        listed = [(position, identity) for position, identity in (() if media is None else media)]
+    except (TypeError, ValueError):
+        raise InvalidConfig(f"media must be pairs (token position, identity bytes), got {shown(media)}") from None
+    for position, identity in listed:
+        number = isinstance(position, (int, np.integer)) and not isinstance(position, bool)
+        if not number or not 0 <= position <= MAX_POSITION:
+            raise InvalidConfig(f"media position must be an int in 0 .. {MAX_POSITION}, got {shown(position)}")
+        if not isinstance(identity, bytes) or not identity:
+            raise InvalidConfig(f"media identity must be non-empty bytes, got {shown(identity)}")
+    return sorted((int(position), identity) for position, identity in listed)
+
+
+def media_keys(media: Iterable[tuple[int, bytes]] | None, block_size: int) -> dict[int, bytes]:
     """Per-position keys of non-text content, as {block index: framed keys of the media that start in it}.
 
     `media` lists (token position, identity): the identity must hold everything that changes the KV of the
@@ -103,15 +129,7 @@ def media_keys(media: Iterable[tuple[int, bytes]], block_size: int) -> dict[int,
     anyone; the block that holds it, and so all its descendants, only with the same media at the same place.
     """
     keys: dict[int, bytes] = {}
-    try:
-        listed = sorted((position, identity) for position, identity in media)
-    except (TypeError, ValueError):
-        raise InvalidConfig(f"media must be pairs (token position, identity bytes), got {media!r:.80}") from None
-    for position, identity in listed:
-        if not isinstance(position, int) or position < 0:
-            raise InvalidConfig(f"media position must be an int >= 0, got {position!r}")
-        if not isinstance(identity, bytes) or not identity:
-            raise InvalidConfig(f"media identity must be non-empty bytes, got {identity!r}")
+    for position, identity in as_media(media):
         index = position // block_size
         keys[index] = keys.get(index, b"") + frame(position) + frame(identity)
     return keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
@@ -13,6 +14,7 @@ from .errors import InvalidTokens
 
 MAX_TOKEN = 2**31 - 1
 INT32 = np.dtype(np.int32)
+BOOLS = frozenset({bool, np.bool_})
 
 
 class _Tensor(Protocol):
@@ -29,12 +31,13 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
 
     Accepts a list or tuple of ints, a numpy integer array, an array.array or a CPU torch tensor, one-dimensional.
     An int32 array is not copied. Raises InvalidTokens: empty, not integers, not one-dimensional, or an id outside
-    0 .. 2**31 - 1 (named with its position).
+    0 .. 2**31 - 1 (named with its position). True and False are no ids; numpy would take them for 1 and 0.
     """
     got: npt.NDArray[Any]
     got = ids if type(ids) is np.ndarray else as_array(ids)
     if got.ndim != 1:
-        raise InvalidTokens(f"token ids must be one-dimensional, got shape {got.shape}")
+        what = f"shape {got.shape}" if got.ndim or got is ids else shown(ids)
+        raise InvalidTokens(f"token ids must be a one-dimensional array or list of ints, got {what}")
     if len(got) == 0:
         raise InvalidTokens("token ids must not be empty")
     if got.dtype is INT32:
@@ -51,11 +54,33 @@ def as_tokens(ids: TokenIds) -> npt.NDArray[np.int32]:
 
 
 def as_array(ids: Any) -> npt.NDArray[Any]:
-    """Whatever it is as a numpy array; raises InvalidTokens if it is none."""
+    """Whatever it is as a numpy array; raises InvalidTokens if it is none, or a list of anything but ints."""
     try:
-        return np.asarray(ids)
+        got = np.asarray(ids)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
+        raise _odd(ids) or InvalidTokens(f"token ids must be a flat sequence of ints: {error}") from None
+    listed = isinstance(ids, (list, tuple)) and got.size
+    if listed and (got.dtype.kind not in "iu" or not BOOLS.isdisjoint(map(type, ids))):
+        raise _odd(ids) or InvalidTokens(f"token ids must be integers, got dtype {got.dtype}")
+    return got
+
+
+def _odd(ids: Any) -> InvalidTokens | None:
+    """What to say of the first thing in a list, in a list of lists if need be, that is no token id."""
+    if not isinstance(ids, (list, tuple)):
+        return None
+    for at, value in enumerate(np.asarray(ids, object).reshape(-1)):
+        if type(value) in BOOLS or not isinstance(value, (int, np.integer)) or not 0 <= value <= MAX_TOKEN:
+            return InvalidTokens(f"token ids must be ints in 0 .. {MAX_TOKEN}, got {shown(value)} at position {at}")
+    return None
+
+
+def shown(value: object) -> str:
+    """Type and value for a message, short; some ints have more digits than Python prints."""
+    try:
+        return f"{type(value).__name__} {reprlib.repr(value)}"
+    except ValueError:
+        return f"{type(value).__name__} too long to print"
 
 
 def _outside(got: npt.NDArray[Any], at: int) -> InvalidTokens:

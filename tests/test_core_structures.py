@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockmgr import BlockManager, InvalidConfig, Namespace
+from blockmgr import BlockManager, InvalidConfig, InvalidTokens, Namespace
 from blockmgr.namespace import media_keys
 from blockmgr.pool import Pool
 from blockmgr.tokens import as_tokens
@@ -48,6 +48,63 @@ def test_token_ids_in_any_container_are_the_same(ids):
 def test_torch_token_ids_are_taken():
     torch = pytest.importorskip("torch")
     assert as_tokens(torch.tensor([3, 1, 2])).tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        ("abc", "got str 'abc'"),
+        (None, "got NoneType None"),
+        ((i for i in [1]), "got generator <generator"),
+        ({1}, "got set {1}"),
+        (5, "got int 5"),
+        (np.zeros((2, 1), int), r"got shape \(2, 1\)"),
+        (np.array(5), r"got shape \(\)"),
+        ([2**64], "got int 18446744073709551616 at position 0"),
+        ([1, 10**5000], "got int too long to print at position 1"),
+        ([-1, 2**63], "got int -1 at position 0"),
+        ([1, 2.5], "got float 2.5 at position 1"),
+        ([1, True], "got bool True at position 1"),
+        ((np.True_, 1), "got bool_? .*True.* at position 0"),
+        ([True, False], "got bool True at position 0"),
+        ([1, [2]], r"got list \[2\] at position 1"),
+        (["a"], "got str 'a' at position 0"),
+        ([0, None], "got NoneType None at position 1"),
+        ([], "must not be empty"),
+        (np.array([1.0]), "got dtype float64"),
+    ],
+)
+def test_what_is_no_token_id_is_named(ids, told):
+    with pytest.raises(InvalidTokens, match=told):
+        as_tokens(ids)
+
+
+def test_a_namespace_has_one_encoding():
+    key = Namespace(extra=(5,)).key
+    assert key.endswith(b"5") and Namespace.decode(key).extra == (5,)
+    with pytest.raises(InvalidConfig):
+        Namespace.decode(key[:-9] + (2).to_bytes(8, "little") + b"05")
+
+
+def test_the_longest_number_in_a_namespace_comes_back():
+    for number in (2**2048 - 1, 1 - 2**2048):
+        assert Namespace.decode(Namespace(salt=number).key).salt == number
+    with pytest.raises(InvalidConfig, match="at most 2048 bits, got 2049"):
+        Namespace(salt=2**2048)
+
+
+def test_media_come_in_any_iterable():
+    keys = media_keys([(1, b"a"), (2, b"b")], 4)
+    for form in (((1, b"a"), (2, b"b")), {2: b"b", 1: b"a"}.items(), zip((1, 2), (b"a", b"b"), strict=True),
+                 [(np.int64(2), b"b"), (np.uint8(1), b"a")]):  # fmt: skip
+        assert media_keys(form, 4) == keys
+    assert media_keys(None, 4) == media_keys((), 4) == {}
+
+
+@pytest.mark.parametrize("media", [5, np.array([[1, 2], [3, 4]]), [(1,)], [(True, b"a")], [(10**5000, b"a")], ["ab"]])
+def test_what_are_no_media_are_refused(media):
+    with pytest.raises(InvalidConfig, match="media"):
+        media_keys(media, 4)
 
 
 def test_media_keys_are_framed_and_fall_into_their_block():

@@ -380,10 +380,10 @@ MANAGER = _of(
 
 NAMES = _of(
     "names",
-    ("media have no name", "self._hasher(above + frame(media) + tokens.tobytes())",
-     "self._hasher(above + tokens.tobytes())", "identity is incomplete"),
-    ("parents have no name", "self._hasher(above + frame(media) + tokens.tobytes())",
-     "self._hasher(frame(media) + tokens.tobytes())", "the same block behind another prefix"),
+    ("media have no name", "self._hash(above + frame(media) + tokens.tobytes())",
+     "self._hash(above + tokens.tobytes())", "identity is incomplete"),
+    ("parents have no name", "self._hash(above + frame(media) + tokens.tobytes())",
+     "self._hash(frame(media) + tokens.tobytes())", "the same block behind another prefix"),
     ("every block is its run's first", 'media = b""\n            got.append(above)', "got.append(above)",
      "media key of the first block on all"),
     ("names are not kept", "self.digests[block] = np.frombuffer(digest, np.uint8)", "pass",
