@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from .manager import BlockManager
 
 Snapshot = dict[str, npt.NDArray[Any]]
-KEYS = (
-    "geometry", "namespaces", "namespace_ends", "media", "media_ends", "root", "parent", "at", "ends", "blocks",
-    "tokens", "last_use", "tick",
-)  # fmt: skip
+FORMS: dict[str, tuple[type[np.generic], int]] = {  # what each array is turned into, and its dimensions
+    "geometry": (np.int64, 1), "namespaces": (np.uint8, 1), "namespace_ends": (np.int64, 1), "media": (np.uint8, 1),
+    "media_ends": (np.int64, 1), "root": (np.int32, 1), "parent": (np.int32, 1), "at": (np.int32, 1),
+    "ends": (np.int64, 1), "blocks": (np.intp, 1), "tokens": (np.int32, 2), "last_use": (np.float64, 1),
+    "tick": (np.int64, 1), "scores": (np.float64, 1),
+}  # fmt: skip
+MAX_TICK = 2**53  # beyond it a float64 can't tell one tick from the next
 
 
 def snapshot(manager: BlockManager) -> Snapshot:
@@ -66,13 +69,13 @@ def snapshot(manager: BlockManager) -> Snapshot:
     return got
 
 
-def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
-    """See BlockManager.restore."""
+def restore(manager: BlockManager, given: Mapping[str, npt.NDArray[Any]]) -> None:
+    """See BlockManager.restore. Only the validated arrays are looked at once anything changes."""
     tree, pool = manager.tree, manager.pool
     if pool.free != pool.num_blocks or manager.sequences or not manager.caching:
         raise InvalidState("only an empty manager with caching on can be restored into")
-    _validate(manager, got)
-    blocks = np.asarray(got["blocks"]).astype(np.intp)
+    got = _validated(manager, given)
+    blocks = got["blocks"]
     roots = []
     for key in _unpack(got["namespaces"], got["namespace_ends"]):
         roots.append(tree.root(Namespace.decode(key)))
@@ -85,7 +88,7 @@ def restore(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
     pool.free = 0
     pool.give(np.setdiff1d(np.arange(pool.num_blocks), blocks))
     runs: list[Run] = []
-    bounds = pairwise([0, *np.asarray(got["ends"]).tolist()])
+    bounds = pairwise([0, *got["ends"].tolist()])
     media = _unpack(got["media"], got["media_ends"])
     for (start, end), root_index, parent, at, key in zip(
         bounds, got["root"].tolist(), got["parent"].tolist(), got["at"].tolist(), media, strict=True
@@ -114,55 +117,70 @@ def _recency(manager: BlockManager, runs: list[Run], number: dict[int, int]) -> 
     return np.concatenate(recency) if recency else np.empty(0)
 
 
-def _validate(manager: BlockManager, got: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raises InvalidConfig unless this is a whole, consistent snapshot that fits the manager."""
-    geometry = (manager.num_blocks, manager.block_size)
+def _validated(manager: BlockManager, given: Mapping[str, npt.NDArray[Any]]) -> Snapshot:
+    """Copies of its arrays, each of its own dtype. Raises InvalidConfig unless this is a whole, consistent snapshot
+    that fits the manager."""
+    geometry, scored = (manager.num_blocks, manager.block_size), manager.tree.order.scores is not None
     try:
-        arrays = {name: np.asarray(got[name]) for name in KEYS}
-        given = tuple(arrays["geometry"].tolist())
-        if given != geometry:
-            raise InvalidConfig(f"a snapshot of {given} (blocks, tokens each) does not fit a pool of {geometry}")
-        if ("scores" in got) != (manager.tree.order.scores is not None):
+        if ("scores" in given) != scored:
             raise InvalidConfig("the snapshot was taken under another kind of eviction order")
-        for name, array in arrays.items():
-            if array.dtype.kind not in ("f" if name == "last_use" else "iu"):
-                raise InvalidConfig(f"not a snapshot: {name} has dtype {array.dtype}")
-        if "scores" in got and np.asarray(got["scores"]).dtype.kind != "f":
-            raise InvalidConfig("not a snapshot: scores must be floats")
-        keys = _unpack(arrays["namespaces"], arrays["namespace_ends"])
-        for key in keys:
-            Namespace.decode(key)
-        sound = len(set(keys)) == len(keys) and _sound(manager, got, arrays, len(keys))
+        got = {name: _typed(name, given[name]) for name in FORMS if scored or name != "scores"}
     except InvalidConfig:
         raise
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise InvalidConfig(f"not a snapshot: {type(error).__name__} {error}") from None
-    if not sound:
+    if tuple(got["geometry"].tolist()) != geometry:
+        of = got["geometry"].tolist()
+        raise InvalidConfig(f"a snapshot of {of} (blocks, tokens each) does not fit a pool of {list(geometry)}")
+    for name, ends in (("namespaces", "namespace_ends"), ("media", "media_ends"), ("blocks", "ends")):
+        bounds = [0, *got[ends].tolist()]
+        if bounds != sorted(bounds) or bounds[-1] != len(got[name]):
+            raise InvalidConfig(f"not a whole snapshot: {ends} do not cut the {len(got[name])} of {name}")
+    keys = _unpack(got["namespaces"], got["namespace_ends"])
+    for key in keys:
+        Namespace.decode(key)
+    if len(set(keys)) != len(keys) or not _sound(manager, got, len(keys)):
         raise InvalidConfig("not a whole snapshot: its arrays contradict each other")
+    return got
 
 
-def _sound(manager: BlockManager, got: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], roots: int) -> bool:
-    """Whether lengths agree, blocks are distinct and in range, and every run has a place of its own to hang from."""
-    runs, count, blocks = len(arrays["root"]), len(arrays["blocks"]), arrays["blocks"]
-    ends, media = arrays["ends"].tolist(), _unpack(arrays["media"], arrays["media_ends"])
-    tokens = np.ascontiguousarray(arrays["tokens"], np.int32)
-    per_block = [arrays["last_use"], *([np.asarray(got["scores"])] if "scores" in got else [])]
+def _typed(name: str, given: Any) -> npt.NDArray[Any]:
+    """A copy with the dtype and dimensions that this array has in a snapshot, no value changed by it."""
+    array, (dtype, ndim) = np.asarray(given), FORMS[name]
+    kinds = "f" if issubclass(dtype, np.floating) else "iu"
+    if (array.dtype.kind not in kinds and array.size) or array.ndim != ndim:  # an empty list is of no kind
+        raise InvalidConfig(f"not a snapshot: {name} has dtype {array.dtype} and shape {array.shape}")
+    typed = array.astype(dtype)
+    if (typed != array).any():  # NaN, too, is not what it was
+        value = array[typed != array][0]
+        raise InvalidConfig(f"not a snapshot: {name} holds {value}, which {dtype.__name__} does not")
+    return typed
+
+
+def _sound(manager: BlockManager, got: Snapshot, roots: int) -> bool:
+    """Whether lengths agree, blocks are distinct and in range, every run has a place of its own to hang from, and no
+    block was used later than the one before it."""
+    runs, count = len(got["root"]), len(got["blocks"])
+    blocks, tokens, used = got["blocks"], got["tokens"], got["last_use"]
+    ends, media = got["ends"].tolist(), _unpack(got["media"], got["media_ends"])
     if not (
-        len(ends) == len(arrays["parent"]) == len(arrays["at"]) == len(media) == runs
-        and all(len(array) == count for array in per_block)
+        len(ends) == len(got["parent"]) == len(got["at"]) == len(media) == runs
+        and all(len(got[name]) == count for name in ("last_use", "scores") if name in got)
         and tokens.shape == (count, manager.block_size)
-        and len(arrays["tick"]) == 1
+        and len(got["tick"]) == 1
+        and 0 <= got["tick"][0] <= MAX_TICK
         and all(start < end for start, end in pairwise([0, *ends]))
-        and (ends[-1] if ends else 0) == count
         and len(np.unique(blocks)) == count
+        and set(got["root"].tolist()) == set(range(roots))
         and (count == 0 or (0 <= blocks.min() <= blocks.max() < manager.num_blocks and tokens.min() >= 0))
+        and (count == 0 or 0 <= used.min() <= used.max() <= got["tick"][0])
     ):
         return False
     starts = [0, *ends][:-1]
     places = set()
     for index in range(runs):
-        root, parent, at = (int(arrays[name][index]) for name in ("root", "parent", "at"))
-        if not 0 <= root < roots:
+        root, parent, at = (int(got[name][index]) for name in ("root", "parent", "at"))
+        if (np.diff(used[starts[index] : ends[index]]) > 0).any():
             return False
         if parent == -1:
             anchor = -1 - root
@@ -170,11 +188,13 @@ def _sound(manager: BlockManager, got: Mapping[str, Any], arrays: Mapping[str, n
                 return False
         else:
             if not (
-                0 <= parent < index and 1 <= at <= ends[parent] - starts[parent] and arrays["root"][parent] == root
+                0 <= parent < index and 1 <= at <= ends[parent] - starts[parent] and got["root"][parent] == root
             ):
                 return False
             beside = starts[parent] + at  # the parent's own continuation must be another one
             if beside < ends[parent] and not media[index] and np.array_equal(tokens[beside], tokens[starts[index]]):
+                return False
+            if used[starts[index]] > used[beside - 1]:
                 return False
             anchor = int(blocks[beside - 1])
         places.add((anchor, tokens[starts[index]].tobytes() + media[index]))
@@ -186,4 +206,4 @@ def _pack(parts: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int
 
 
 def _unpack(data: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[bytes]:
-    return [np.asarray(data)[a:b].tobytes() for a, b in pairwise([0, *np.asarray(ends).tolist()])]
+    return [data[a:b].tobytes() for a, b in pairwise([0, *ends.tolist()])]
