@@ -20,11 +20,13 @@ import numpy.typing as npt
 
 from .errors import InvalidCount, InvalidHandle, InvalidState, check_count
 from .pool import Blocks, Ints
+from .tokens import shown
 from .tree import Root, Run
 
 if TYPE_CHECKING:
     from .fences import Guard
     from .manager import BlockManager
+    from .windows import WindowGroup
 
 NO_COPIES: Blocks = np.empty((0, 3), np.int32)
 NO_COPIES.setflags(write=False)
@@ -33,6 +35,7 @@ NO_COPIES.setflags(write=False)
 class Sequence:
     """One live request. Made by `BlockManager.admit`; use as a context manager to free it at the end.
 
+    manager     who admitted it and alone takes calls for it: a BlockManager, or a WindowGroup of one
     cached      leading tokens whose KV existed when it was admitted (or resumed): compute from there on
     request_id  what the caller named it, or None
     copies      int32 [k, 3] (source block, destination block, tokens): to be copied before the first step
@@ -48,6 +51,7 @@ class Sequence:
         "leading",
         "manager",
         "media",
+        "pool",
         "published",
         "request_id",
         "root",
@@ -55,18 +59,15 @@ class Sequence:
         "run",
         "serial",
         "sources",
+        "tables",
     )
 
     def __init__(
         self, manager: BlockManager, root: Root, serial: int, media: Mapping[int, bytes], request_id: Hashable
     ) -> None:
-        self.manager, self.root, self.serial, self.media, self.request_id = (
-            manager,
-            root,
-            serial,
-            media,
-            request_id,
-        )
+        self.manager: BlockManager | WindowGroup = manager
+        self.pool, self.tables = manager.pool, manager.tables
+        self.root, self.serial, self.media, self.request_id = root, serial, media, request_id
         self.row = -1
         self.run: Run = root
         self.at = self.published = self.cached = 0
@@ -89,22 +90,22 @@ class Sequence:
     @property
     def computed(self) -> int:
         """Leading tokens whose KV is acknowledged."""
-        return int(self.manager.tables.computed[self._row()])
+        return int(self.tables.computed[self._row()])
 
     @property
     def known(self) -> int:
         """Leading tokens whose ids the manager has: the prompt, and what was committed or extended since."""
-        return int(self.manager.tables.known[self._row()])
+        return int(self.tables.known[self._row()])
 
     @property
     def length(self) -> int:
         """Tokens that have slots."""
-        return self.manager.tables.room(self._row())
+        return self.tables.room(self._row())
 
     @property
     def block_table(self) -> Blocks:
         """int32 [blocks]: physical block of each logical block. A view, valid until the next call that changes it."""
-        return self.manager.tables.row(self._row())
+        return self.tables.row(self._row())
 
     @property
     def tokens(self) -> Blocks:
@@ -112,13 +113,18 @@ class Sequence:
         if self.kept is not None:
             return self.kept.copy()
         blocks = self.block_table
-        return self.manager.pool.tokens[blocks].reshape(-1)[: self.known]
+        return self.pool.tokens[blocks].reshape(-1)[: self.known]
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """int64 [stop - start]: slots of token positions start .. stop - 1. Raises InvalidCount beyond `length`."""
-        if not 0 <= check_count("start", start) <= check_count("stop", stop) <= self.length:
+        return self.tables.slots(self._row(), *self.within(start, stop))
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """The two positions as ints. Raises InvalidCount unless 0 <= start <= stop <= `length`."""
+        start, stop = check_count("start", start), check_count("stop", stop)
+        if not start <= stop <= self.length:
             raise InvalidCount(f"positions {start} .. {stop} are outside this sequence's 0 .. {self.length}")
-        return self.manager.tables.slots(self.row, start, stop)
+        return start, stop
 
     def _row(self) -> int:
         if self.row < 0:
@@ -137,6 +143,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         name = "" if self.request_id is None else f" {self.request_id!r}"
+        name += "" if self.manager.pool is self.pool else " of a window group"
         if self.row >= 0:
             return f"<Sequence {self.serial}{name}: {self.computed} of {self.length} tokens computed>"
         return f"<Sequence {self.serial}{name}: {'preempted' if self.kept is not None else 'freed'}>"
@@ -159,7 +166,11 @@ class Batch:
         # (n, slots) grown and not committed, from each member's first token that is not; None: unknown, see the tables
         self.pending: deque[tuple[int, npt.NDArray[np.int64]]] | None = None
         try:
-            for seq in sequences:
+            members = iter(sequences)
+        except TypeError:
+            raise InvalidHandle(f"a batch takes an iterable of sequences, got {shown(sequences)}") from None
+        try:
+            for seq in members:
                 self.add(seq)
         except Exception:
             for seq in list(self.sequences):
@@ -186,7 +197,7 @@ class Batch:
 
     def remove(self, seq: Sequence) -> None:
         """Take a member out; it stays live. Raises InvalidHandle if it is no member."""
-        if seq.batch is not self:
+        if not isinstance(seq, Sequence) or seq.batch is not self:
             raise InvalidHandle(f"{seq!r} is not in this batch")
         last = self.sequences.pop()
         if last is not seq:

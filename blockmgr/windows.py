@@ -15,14 +15,16 @@ evicted by itself, least recently used first, shallow before deep: unlike in the
 harms nobody. When the manager's block goes, its twin goes. The manager's tickets fence window blocks as they fence
 its own: one that is let go while a ticket is open is not handed out before that is closed.
 
-A sequence of a group is admitted, grown, committed, trimmed and freed through the group. It can't be forked, and
-is preempted by freeing it and admitting its tokens again.
+A sequence of a group is admitted, grown, committed, trimmed and freed through the group: it is the group's, and its
+manager refuses it as it refuses another manager's. It can't be forked or be in a batch, and is preempted by freeing it
+and admitting its tokens again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,13 +32,13 @@ import numpy.typing as npt
 
 from .answers import NeverFits, NoSpace, Pending, Step
 from .audit import broken
-from .errors import InvalidConfig, InvalidHandle, InvalidState
+from .errors import InvalidConfig, InvalidCount, InvalidHandle, InvalidState, check_count
 from .fences import Ticket
 from .manager import BlockManager
-from .namespace import DEFAULT, Namespace
+from .namespace import DEFAULT, Namespace, as_media
 from .pool import Blocks, Ints, Pool
 from .sequence import NO_COPIES, Sequence
-from .tokens import TokenIds, as_tokens
+from .tokens import TokenIds, as_tokens, shown
 from .tree import Root, Run
 
 
@@ -62,12 +64,12 @@ class WindowGroup:
             raise InvalidConfig(f"a window group needs a BlockManager, got {type(manager).__name__}")
         if manager.partial_reuse:
             raise InvalidConfig("a window group can't copy parts of blocks: its manager must have partial_reuse=False")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise InvalidConfig(f"window must be an int >= 1 tokens, got {window!r}")
-        self.manager, self.window = manager, window
+        if isinstance(window, bool) or not isinstance(window, (int, np.integer)) or window < 1:
+            raise InvalidConfig(f"window must be an int >= 1 tokens, got {shown(window)}")
+        self.manager, self.window = manager, int(window)
         self.pool = Pool(num_blocks, manager.block_size)
         self.twin = np.full(manager.num_blocks, -1, np.int32)
-        self.owner = np.full(num_blocks, -1, np.int32)
+        self.owner = np.full(self.pool.num_blocks, -1, np.int32)
         self._tables: dict[int, list[int]] = {}  # by the sequence's serial
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached twins, the next to go first
         self._fenced: list[tuple[Ticket, Ints]] = []  # blocks that were let go while the ticket was open
@@ -84,10 +86,12 @@ class WindowGroup:
         return np.array(self._table(seq), np.int32)
 
     def slots(self, seq: Sequence, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """int64 [stop - start]: window slots of token positions start .. stop - 1, -1 where dropped."""
-        size = self.manager.block_size
-        positions = np.arange(start, stop)
-        blocks = self.block_table(seq)[positions // size].astype(np.int64)
+        """int64 [stop - start]: window slots of token positions start .. stop - 1, -1 where dropped.
+
+        Raises InvalidCount beyond the sequence's length, InvalidHandle."""
+        table, size = self.block_table(seq), self.manager.block_size
+        positions = np.arange(*seq.within(start, stop))
+        blocks = table[positions // size].astype(np.int64)
         return np.where(blocks < 0, -1, blocks * size + positions % size)
 
     # --- admission -----------------------------------------------------------------------------------------
@@ -96,7 +100,7 @@ class WindowGroup:
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> int:
         """Leading tokens that admission would reuse: the longest cached prefix whose window is there too."""
-        blocks = self._match(as_tokens(prompt), namespace, media)
+        blocks = self._match(as_tokens(prompt), namespace, as_media(media))
         return self._boundary(blocks) * self.manager.block_size
 
     def _match(self, tokens: Blocks, namespace: Namespace, media: Iterable[tuple[int, bytes]]) -> Ints:
@@ -131,7 +135,7 @@ class WindowGroup:
         A prompt longer than the window's pool must be able to be there whole until it is computed: NeverFits counts
         the smaller of the pools. `reserve` is a promise of the manager's blocks only.
         """
-        tokens, size, media = as_tokens(prompt), self.manager.block_size, tuple(media)
+        tokens, size, media = as_tokens(prompt), self.manager.block_size, as_media(media)
         matched = self._match(tokens, namespace, media)
         boundary = self._boundary(matched)
         first = self.first_block(boundary * size)
@@ -158,6 +162,7 @@ class WindowGroup:
             self.pool.hold(twins, idle)
             for block in twins.tolist():
                 self._idle.pop(block, None)
+            seq.manager = self
             self._tables[seq.serial] = [-1] * first + twins.tolist() + taken.blocks
         return seq
 
@@ -165,14 +170,15 @@ class WindowGroup:
 
     def grow(self, seq: Sequence, n: int = 1) -> Step:
         """BlockManager.grow for one sequence in both pools; Step.slots are the manager's, see `slots` for these."""
-        table, size = self._table(seq), self.manager.block_size
+        table, size, n = self._table(seq), self.manager.block_size, check_count("n", n, least=1)
         self._catch_up()
         need = max(0, -(-(seq.length + n) // size) - len(table))
         if need > self.pool.reclaimable:
             return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
         taken, step = self._take(need), None
         try:
-            step = self.manager.grow(seq, n)
+            with self._lent(seq):
+                step = self.manager.grow(seq, n)
         finally:
             if step is None or step.starved:
                 self._give_back(taken)
@@ -182,11 +188,13 @@ class WindowGroup:
 
     def commit(self, seq: Sequence, tokens: int | TokenIds) -> None:
         """BlockManager.commit; then full blocks become twins, and those that left the window are dropped."""
-        if seq.serial not in self._tables:
+        self._own(seq)
+        if not seq.live:
             return
         table, start = self._table(seq), seq.published
         self._catch_up()
-        self.manager.commit(seq, tokens)
+        with self._lent(seq):
+            self.manager.commit(seq, tokens)
         self._catch_up()
         self._pair(seq, start)
         if self._behind(seq):
@@ -228,14 +236,17 @@ class WindowGroup:
 
     def trim(self, seq: Sequence, length: int) -> None:
         """BlockManager.trim. Raises InvalidState if the window behind `length` tokens was dropped already."""
-        table, size = self._table(seq), self.manager.block_size
+        table, size, length = self._table(seq), self.manager.block_size, check_count("length", length)
+        if length > seq.length:
+            raise InvalidCount(f"can't trim {seq!r} to {length} tokens: it has room for {seq.length}")
         keep = -(-length // size)
         if -1 in table[self.first_block(length) : keep]:
             raise InvalidState(f"{seq!r} can't go back to {length} tokens: blocks of that window were dropped")
         tail = table[keep - 1] if length % size else -1
         if tail >= 0 and (self.pool.committed[tail] or self.pool.lease[tail] > 1):
             raise InvalidState(f"{seq!r} can't go back to {length} tokens: that window block is shared")
-        self.manager.trim(seq, length)
+        with self._lent(seq):
+            self.manager.trim(seq, length)
         self._release(table[keep:])
         del table[keep:]
 
@@ -243,15 +254,30 @@ class WindowGroup:
         """BlockManager.free, and the sequence's window blocks."""
         table = self._table(seq)
         self._catch_up()
-        self.manager.free(seq)
+        with self._lent(seq):
+            self.manager.free(seq)
         del self._tables[seq.serial]
         self._unpaired.discard(seq)
         self._release(table)
 
-    def _table(self, seq: Sequence) -> list[int]:
-        if seq.manager is not self.manager or seq.serial not in self._tables:
+    def _own(self, seq: Sequence) -> None:
+        if not isinstance(seq, Sequence) or seq.manager is not self:
             raise InvalidHandle(f"{seq!r} was not admitted through this window group")
+
+    def _table(self, seq: Sequence) -> list[int]:
+        self._own(seq)
+        if not seq.live:
+            raise InvalidHandle(f"{seq!r} was freed before")
         return self._tables[seq.serial]
+
+    @contextmanager
+    def _lent(self, seq: Sequence) -> Iterator[None]:
+        """The manager takes calls for a sequence of the group only in here: others would leave its window behind."""
+        seq.manager = self.manager
+        try:
+            yield
+        finally:
+            seq.manager = self
 
     def _drop_before(self, table: list[int], first: int) -> None:
         self._release(table[:first])

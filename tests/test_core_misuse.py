@@ -16,7 +16,8 @@ from blockmgr import (
     Namespace,
     NeverFits,
 )
-from blockmgr.events import EventLog
+from blockmgr.events import EventLog, TreeMirror
+from blockmgr.metrics import exposition, token_fill
 from blockmgr.tiers import HostTier
 from blockmgr.windows import WindowGroup
 
@@ -64,6 +65,10 @@ BAD = {
         lambda m, s: m.admit(T[:9], media=[(True, b"a")]),
         lambda m, s: m.admit(T[:9], media=[(1, b"")]),
         lambda m, s: m.admit(T[:9], media=[(1, "a")]),
+        lambda m, s: m.admit(T[:9], media=[(1.0, b"a")]),
+        lambda m, s: m.admit(T[:9], media=[(10**5000, b"a")]),
+        lambda m, s: m.admit(T[:9], media=[(-(10**5000), b"a")]),
+        lambda m, s: m.admit(T[:9], media=[(1, 10**5000)]),
         lambda m, s: m.lookup(T[:9], media={1: b"a"}),
     ],
     "handles": [
@@ -77,6 +82,11 @@ BAD = {
         lambda m, s: m.extend("r", [1]),
         lambda m, s: m.batch([None]),
         lambda m, s: m.batch([s, s]),
+        lambda m, s: m.batch(s),
+        lambda m, s: m.batch(5),
+        lambda m, s: m.batch(None),
+        lambda m, s: m.batch().add(None),
+        lambda m, s: m.batch().remove(None),
         lambda m, s: m.admit(T[:9], request_id=[]),
         lambda m, s: m.admit(T[:9], request_id=([],)),
     ],
@@ -218,10 +228,21 @@ def test_an_empty_batch_steps():
         lambda: WindowGroup(BlockManager(4, 4, partial_reuse=True), 4, 4),
         lambda: EventLog(BlockManager(4, 4), capacity=1.5),
         lambda: EventLog(BlockManager(4, 4), capacity=0),
+        lambda: EventLog(BlockManager(4, 4), capacity=2**70),
+        lambda: EventLog(BlockManager(4, 4), hasher=None),
+        lambda: EventLog(BlockManager(4, 4), hasher=lambda data: "name"),
+        lambda: EventLog(BlockManager(4, 4), hasher=lambda data: b""),
+        lambda: TreeMirror().apply(None),
+        lambda: exposition(BlockManager(4, 4), None),
+        lambda: exposition(None),
+        lambda: token_fill("manager"),
         lambda: EventLog(BlockManager(4, 4)).since(-1),
         lambda: Namespace(salt=None),
         lambda: Namespace(salt=True),
         lambda: Namespace(extra=["a"]),
+        lambda: Namespace(salt=10**5000),
+        lambda: Namespace(extra=(-(10**5000),)),
+        lambda: Namespace.decode("text"),
     ],
 )
 def test_bad_options_are_typed_errors(make):
@@ -258,8 +279,8 @@ def test_d12_media_may_come_from_a_generator():
         front = make(m)
         got = front.admit(T[:9], media=(pair for pair in [(1, b"cat")]))
         seq = got[0] if isinstance(got, tuple) else got
-        m.commit(seq, 9)
-        m.free(seq)
+        seq.manager.commit(seq, 9)
+        seq.manager.free(seq)
         assert (m.lookup(T[:9]), m.lookup(T[:9], media=[(1, b"cat")])) == (0, 8)
 
 
@@ -295,6 +316,37 @@ def test_d16_a_hasher_that_fails_fails_only_who_asks():
         log.since(0)
     broken[0] = False
     assert sum(len(event.digests) for event in log.since(0)[0]) == 9000
+
+
+def test_d16_a_hasher_whose_digests_change_their_length_leaves_no_silent_gap():
+    # given a hasher that fails later on, in what it returns
+    m, digests = BlockManager(8, 1), [b"four"]
+    log = EventLog(m, hasher=lambda data: digests[0])
+    serve(m, [1, 2])
+    # when it does
+    for digests[0] in ("text", b"longer"):
+        with pytest.raises(InvalidConfig, match="hasher must return 4 bytes"):
+            log.since(0)
+    # then it is asked again
+    digests[0] = b"more"
+    assert [event.digests for event in log.since(0)[0]] == [(b"more", b"more")]
+
+
+def test_d13_a_mirror_survives_names_that_collide():
+    # given two blocks of one name in a consumer's mirror
+    m, mirror = BlockManager(4, 4), TreeMirror()
+    log = EventLog(m, hasher=lambda data: bytes([sum(data) % 4]))
+    serve(m, [1, 2, 3, 4])
+    serve(m, [4, 3, 2, 1])
+    # when one is evicted, then the other
+    numbers = []
+    for _ in range(2):
+        m.tree.evict(1, None)
+        for event in log.since(mirror.number)[0]:
+            mirror.apply(event)
+        numbers.append(mirror.number)
+    # then it follows, and believes nothing there that is gone
+    assert numbers == [3, 4] and not mirror.blocks
 
 
 def test_d21_a_number_from_another_life_is_a_gap():
@@ -404,6 +456,74 @@ def test_a_snapshot_of_live_sequences_restores_to_a_sound_tree():
     assert [twin.lookup(T[:n]) for n in (5, 9)] == [m.lookup(T[:n]) for n in (5, 9)]
     assert twin.tree.evict(12, None) == twin.num_blocks - 12 + m.tree.pool.committed.sum()
     m.free(live)
+
+
+def deep():
+    """A snapshot with a run of two blocks, a branch of one behind its first, and another namespace's block."""
+    m = BlockManager(8, 2)
+    serve(m, [1, 2, 3, 4])
+    serve(m, [1, 2, 5, 6])
+    serve(m, [7, 8], namespace=Namespace(salt="x"))
+    return m.snapshot()
+
+
+SHOT = deep()
+WRONG = {
+    "tick in two dimensions": ("tick", SHOT["tick"].reshape(1, 1)),
+    "a tick below zero": ("tick", SHOT["tick"] - 100),
+    "a tick no float can tell from the next": ("tick", SHOT["tick"] + 2**60),
+    "recency in two dimensions": ("last_use", SHOT["last_use"].reshape(-1, 1)),
+    "ids in one": ("tokens", SHOT["tokens"].reshape(-1)),
+    "ids that would wrap": ("tokens", SHOT["tokens"].astype(np.int64) + 2**32),
+    "blocks that would wrap": ("blocks", SHOT["blocks"].astype(np.uint64) + np.uint64(2**63)),
+    "namespaces that would wrap": ("namespaces", SHOT["namespaces"].astype(np.int64) + 256),
+    "later at depth": ("last_use", np.array([1.0, 2.0, 1.0, 1.0])),
+    "later in a branch": ("last_use", np.array([1.0, 1.0, 2.0, 1.0])),
+    "never used": ("last_use", np.full(4, -np.inf)),
+    "used in no order": ("last_use", np.full(4, np.nan)),
+    "used after now": ("last_use", np.full(4, 1e9)),
+    "bytes of no namespace": ("namespaces", np.append(SHOT["namespaces"], np.uint8(0))),
+    "a namespace in pieces out of order": ("namespace_ends", SHOT["namespace_ends"][::-1]),
+    "no numbers": ("at", np.array(["a"] * 3)),
+    "rows of unequal length": ("tokens", [[1, 2], [3]]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_snapshot_that_contradicts_itself_changes_nothing(what):
+    # given a snapshot of which one array is wrong
+    name, wrong = WRONG[what]
+    m = BlockManager(8, 2)
+    before = state(m)
+    # then it is refused before anything changes, and a whole one restored after it
+    with pytest.raises(InvalidConfig):
+        m.restore({**SHOT, name: wrong})
+    assert state(m) == before
+    m.restore(SHOT)
+    m.check()
+
+
+@pytest.mark.parametrize("scores", [np.full(4, np.nan), np.zeros((4, 1)), np.zeros(3), np.zeros(4, int)])
+def test_scores_are_numbers_one_a_block(scores):
+    m = BlockManager(8, 2, order="lfu")
+    with pytest.raises(InvalidConfig):
+        m.restore({**SHOT, "scores": scores})
+    m.restore({**SHOT, "scores": np.zeros(4)})
+    m.check()
+
+
+def test_a_snapshot_may_be_of_lists_and_is_not_kept():
+    # given a snapshot as it comes from JSON
+    lists = {name: array.tolist() for name, array in SHOT.items()}
+    m = BlockManager(8, 2)
+    # when
+    m.restore(lists)
+    m.check()
+    # then it is what the arrays would be
+    assert m.lookup([1, 2, 3, 4, 0]) == m.lookup([1, 2, 5, 6, 0]) == 4
+    for thing in (None, 5, [], {}, lists | {"root": None}):
+        with pytest.raises(InvalidConfig):
+            BlockManager(8, 2).restore(thing)
 
 
 def test_a_damaged_snapshot_is_refused_whole():

@@ -8,7 +8,17 @@ import random
 import numpy as np
 import pytest
 
-from blockmgr import BlockManager, InvalidConfig, InvalidHandle, InvalidState, NeverFits, NoSpace
+from blockmgr import (
+    BlockManager,
+    BlockManagerError,
+    InvalidConfig,
+    InvalidCount,
+    InvalidHandle,
+    InvalidState,
+    NeverFits,
+    NoSpace,
+)
+from blockmgr.tiers import HostTier
 from blockmgr.windows import WindowGroup
 
 TOKENS = np.arange(100, 200, dtype=np.int32)
@@ -102,6 +112,119 @@ def test_bad_input_is_refused():
             WindowGroup(manager, window, 4)
     with pytest.raises(InvalidHandle):
         group.commit(seq := manager.admit(TOKENS[:5]), 5) or group.block_table(seq)
+
+
+def test_leaving_the_context_of_a_sequence_frees_its_window():
+    # given a group whose pool has room for one prompt
+    _, group = make(blocks=2)
+    # when two come, one after the other
+    for start in (0, 20):
+        with group.admit(TOKENS[start : start + 5]) as seq:
+            group.commit(seq, 5)
+        # then nothing is left of the first
+        assert group.pool.leased == 0
+        group.check()
+    with pytest.raises(InvalidHandle, match="freed before"):
+        group.free(seq)
+    group.commit(seq, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, s: m.free(s),
+        lambda m, s: m.fork(s),
+        lambda m, s: m.batch([s]),
+        lambda m, s: m.batch().add(s),
+        lambda m, s: m.grow(s),
+        lambda m, s: m.missing(s),
+        lambda m, s: m.commit(s, [7]),
+        lambda m, s: m.trim(s, 1),
+        lambda m, s: m.extend(s, [7]),
+        lambda m, s: m.preempt(s),
+        lambda m, s: m.resume(s),
+        lambda m, s: WindowGroup(m, 8, 8).free(s),
+        lambda m, s: HostTier(m, 8).swap_out(s),
+    ],
+)
+def test_a_groups_sequence_is_refused_by_its_manager(call):
+    # given a sequence of a group
+    manager, group = make()
+    seq = group.admit(TOKENS[:5])
+    group.commit(seq, 5)
+    # when a call goes past the group
+    with pytest.raises(BlockManagerError, match="window group"):
+        call(manager, seq)
+    # then it is refused, and the group goes on; also where it failed itself
+    with pytest.raises(InvalidCount):
+        group.commit(seq, 9)
+    with pytest.raises(BlockManagerError):
+        call(manager, seq)
+    group.check()
+    group.grow(seq)
+    group.commit(seq, [7])
+    group.free(seq)
+    group.check()
+    assert (manager.pool.leased, group.pool.leased) == (0, 0)
+
+
+BAD = {
+    InvalidCount: [
+        *[
+            lambda g, s, name=name, value=value: getattr(g, name)(s, value)
+            for name in ("grow", "trim")
+            for value in (1.0, "3", None, -1, True, float("nan"))
+        ],
+        lambda g, s: g.grow(s, 0),
+        lambda g, s: g.trim(s, 13),
+        lambda g, s: g.slots(s, -3, 2),
+        lambda g, s: g.slots(s, 9, 12),
+        lambda g, s: g.slots(s, 5, 99),
+        lambda g, s: g.slots(s, 5, 4),
+        lambda g, s: g.slots(s, 0, float("nan")),
+        lambda g, s: g.commit(s, 1),
+    ],
+    InvalidHandle: [
+        *[
+            lambda g, s, name=name, thing=thing, rest=rest: getattr(g, name)(thing, *rest)
+            for name, rest in (("free", ()), ("commit", (1,)), ("grow", ()), ("trim", (1,)), ("slots", (0, 1)))
+            for thing in (None, 0, "r", BlockManager(4, 4).admit([1]))
+        ],
+    ],
+    InvalidConfig: [
+        lambda g, s: g.admit(TOKENS[:5], media=5),
+        lambda g, s: g.lookup(TOKENS[:5], media=np.array([[1, 2], [3, 4]])),
+        lambda g, s: g.admit(TOKENS[:5], media=np.array([[1, 2], [3, 4]])),
+    ],
+}
+
+
+@pytest.mark.parametrize(("error", "index"), [(error, i) for error, calls in BAD.items() for i in range(len(calls))])
+def test_bad_arguments_are_refused_and_change_nothing(error, index):
+    # given a sequence of ten tokens in blocks of four
+    _, group = make()
+    seq = group.admit(TOKENS[:10])
+    group.commit(seq, 10)
+    before = [group.block_table(seq).tolist(), seq.block_table.tolist(), seq.length, group.pool.lease.tolist()]
+    # then
+    with pytest.raises(error):
+        BAD[error][index](group, seq)
+    assert before == [group.block_table(seq).tolist(), seq.block_table.tolist(), seq.length, group.pool.lease.tolist()]
+    group.check()
+
+
+def test_numpys_integers_are_counts():
+    manager = BlockManager(np.int64(400), np.uint8(4))
+    group = WindowGroup(manager, np.int64(8), np.int32(300))
+    seq = group.admit(np.arange(250))
+    group.commit(seq, np.uint8(250))
+    group.grow(seq, np.uint8(100))
+    assert seq.length == 350 and len(group.block_table(seq)) == 88
+    assert len(group.slots(seq, np.uint8(250), np.uint16(350))) == 100
+    assert seq.slots(np.uint8(250), np.uint16(350)).tolist() == seq.slots(250, 350).tolist()
+    group.trim(seq, np.uint8(250))
+    assert seq.length == 250 and len(group.block_table(seq)) == 63
+    group.check()
 
 
 def test_random_operations_keep_both_memories_right():
