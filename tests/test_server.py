@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from blockmgr import BlockManager
 
 MODEL = "tiny"
+JSON = {"content-type": "application/json"}
 SYSTEM = "You are the support assistant of a small shop that sells tea, cups and books about both. Be brief."
 
 
@@ -139,13 +141,72 @@ def test_health_models_and_metrics(running):
         ({"messages": []}, 400, "messages"),
         ({"max_tokens": 100_000}, 400, "100000"),
         ({"messages": [{"role": "user", "content": "tea " * 3000}]}, 400, "1024"),
+        ({"max_tokens": True}, 400, "max_tokens"),
+        ({"max_tokens": "3"}, 400, "max_tokens"),
+        ({"n": True}, 400, "n: "),
+        ({"stream": 1}, 400, "stream"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogates"),
+        ({"cache_salt": "\ud800"}, 400, "surrogates"),
+        ({"\ud800": 1}, 400, "surrogates"),
     ],
 )
 def test_bad_requests_name_the_value(running, change, status, words):
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **change}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{running.url}/v1/chat/completions", content=json.dumps(body), headers=JSON)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
     until(running.idle)
+
+
+@pytest.mark.parametrize("prompt", [[True], ["1"], [1.0], [-1], [10**30], [[1]], [], "", "\udfff", None])
+def test_prompts_that_are_none_are_refused_in_the_same_shape(running, prompt):
+    body = json.dumps({"model": MODEL, "prompt": prompt})
+    answer = httpx.post(f"{running.url}/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{'a': 1}", "not JSON: Expecting property name"),
+        (b'{"model": "\xff"}', "not JSON: 'utf-8' codec"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth"),
+        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+        (b"[1]", "the body: "),
+        (b"", "Field required"),
+    ],
+    ids=["no JSON", "no UTF-8", "deep", "rather deep", "no object", "empty"],
+)
+@pytest.mark.parametrize("headers", [{"content-type": "application/json"}, {"content-type": "text/plain"}, {}])
+def test_bodies_that_are_no_request_are_refused_in_the_same_shape(running, content, words, headers):
+    answer = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    if headers == JSON:
+        assert words in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_do_not_exist_are_refused_in_the_same_shape(running):
+    for answer in (httpx.get(f"{running.url}/v1/nothing"), httpx.get(f"{running.url}/v1/completions")):
+        assert answer.status_code in (404, 405) and answer.json()["error"]["message"]
+
+
+def test_what_the_tokenizer_does_not_take_is_the_clients_fault():
+    """A chat template that wants roles to alternate, say."""
+
+    class Picky:
+        eos_token_id = None
+
+        def apply_chat_template(self, messages, **options):
+            raise LookupError("roles must alternate")
+
+    async def main() -> httpx.Response:
+        app = make_app(AsyncEngine(tiny_engine()), Picky(), MODEL)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/chat/completions", json=body)
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 400 and "roles must alternate" in answer.json()["error"]["message"]
 
 
 def test_large_bodies_are_refused_unread(running):
@@ -163,6 +224,34 @@ def test_d17_a_client_that_goes_away_frees_its_blocks(running, monkeypatch):
     assert running.front.aborted == aborted + 1
     pool = running.manager.pool
     assert pool.leased == 0 and pool.free + pool.cached == pool.num_blocks
+
+
+@pytest.mark.parametrize(("stream", "step"), [(False, 0.005), (False, 0.5), (True, 0.5)])
+def test_a_client_that_goes_away_before_its_answer_frees_its_blocks(running, monkeypatch, stream, step):
+    # given a client that waits: for its whole answer, or for the first token behind a step that takes its time
+    runner, aborted = running.front.engine.runner, running.front.aborted
+    monkeypatch.setattr(runner, "greedy", lambda *rows, plain=runner.greedy: time.sleep(step) or plain(*rows))
+    body = {"model": MODEL, "prompt": [9] * 50, "max_tokens": 600, "stream": stream}
+    # when it hangs up
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{running.url}/v1/completions", json=body, timeout=0.3)
+    # then its blocks are free before its answer could have been complete, and nothing stays behind
+    until(running.idle, 3)
+    assert running.front.aborted == aborted + 1
+    pool = running.manager.pool
+    assert pool.leased == 0 and pool.free + pool.cached == pool.num_blocks
+
+
+def test_a_deadline_after_the_first_token_is_a_status(running, monkeypatch):
+    monkeypatch.setattr(running.front, "generate", _late)
+    body = {"model": MODEL, "prompt": [9], "max_tokens": 9}
+    answer = httpx.post(f"{running.url}/v1/completions", json=body)
+    assert answer.status_code == 504 and "not finished" in answer.json()["error"]["message"]
+
+
+async def _late(*prompt, **options):
+    yield 5
+    raise DeadlineExceeded("not finished within 1 s")
 
 
 def test_overload_is_answered_429_with_retry_after():

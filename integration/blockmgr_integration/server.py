@@ -2,7 +2,8 @@
 
 What a client can see of sharing is `usage.prompt_tokens_details.cached_tokens`; what it can do about it is
 `cache_salt`: requests with different salts never share. Sampling is greedy, so a `temperature` other than 0 is
-refused rather than ignored, and so is everything else that would change the text and is not offered.
+refused rather than ignored, and so is everything else that would change the text and is not offered. Every refusal is
+an error object as OpenAI's clients expect it. A client that goes away, streaming or not, aborts its request.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import ipaddress
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from blockmgr import BlockManagerError, Namespace, metrics
 
@@ -31,21 +33,27 @@ MAX_BODY = 2 * 1024 * 1024  # bytes
 MAX_EXPLAINED = 32  # waiting prompts that a snapshot explains
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+T = TypeVar("T")
+
+
+class Strict(BaseModel):
+    """Nothing is coerced, and unknown fields are errors: an option that is ignored is a wrong answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Message(Strict):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class Common(BaseModel):
-    """What both endpoints take. Unknown fields are errors: an option that is ignored is a wrong answer."""
+class Common(Strict):
+    """What both endpoints take."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str
     max_tokens: int = Field(default=64, ge=1)
     temperature: float = Field(default=0.0, ge=0.0, le=0.0)
@@ -56,6 +64,24 @@ class Common(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str = ""
     priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, body: Any) -> Any:
+        """JSON can spell half a character (a lone surrogate), in any string; nothing behind this could encode it."""
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise ValueError(f"not text: {error}") from None
+        except TypeError:  # no JSON object, which is said elsewhere
+            pass
+        return body
+
+    @model_validator(mode="after")
+    def _used(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
 
 
 class ChatRequest(Common):
@@ -105,8 +131,17 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        return _error(Refused(400, "invalid_request_error", f"{where}: {first['msg']}"))
+        if first["type"] == "json_invalid":
+            text = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+        else:
+            text = ": ".join([".".join(map(str, first["loc"][1:])) or "the body", first["msg"]])
+        return _error(Refused(400, "invalid_request_error", text))
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> JSONResponse:
+        # With a cause: the body could not be parsed at all (not UTF-8, nested too deeply).
+        text = str(error.detail) if error.__cause__ is None else f"the body is not JSON: {error.__cause__}"
+        return _error(Refused(error.status_code, "invalid_request_error", text, dict(error.headers or {})))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -130,16 +165,24 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
         return {"object": "list", "data": [{"id": model_name, "object": "model", "created": 0, "owned_by": "blockmgr"}]}
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
+    async def chat(body: ChatRequest, request: Request) -> Response:
         messages = [message.model_dump() for message in body.messages]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        ids = encode(lambda: tokenizer.apply_chat_template(messages, **options))
         body.max_tokens = body.max_completion_tokens or body.max_tokens
-        return await serve(body, ids, "chat.completion", "chatcmpl-")
+        return await serve(request, body, ids, "chat.completion", "chatcmpl-")
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> Response:
-        ids = body.prompt if isinstance(body.prompt, list) else tokenizer(body.prompt)["input_ids"]
-        return await serve(body, ids, "text_completion", "cmpl-")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        prompt = body.prompt
+        ids = prompt if isinstance(prompt, list) else encode(lambda: tokenizer(prompt)["input_ids"])
+        return await serve(request, body, ids, "text_completion", "cmpl-")
+
+    def encode(tokenize: Callable[[], list[int]]) -> list[int]:
+        try:
+            return tokenize()
+        except Exception as error:  # tokenizers and chat templates raise whatever they like
+            raise Refused(400, "invalid_request_error", f"the tokenizer does not take this: {error}") from None
 
     async def look(read: Callable[[], Any]) -> Any:
         try:
@@ -147,16 +190,16 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
         except EngineStopped as error:
             raise Refused(503, "server_error", str(error)) from None
 
-    async def serve(body: Common, ids: list[int], kind: str, prefix: str) -> Response:
+    async def serve(request: Request, body: Common, ids: list[int], kind: str, prefix: str) -> Response:
         if body.model != model_name:
             raise Refused(404, "invalid_request_error", f"model {body.model!r} is not served here, {model_name!r} is")
         if not ids:
             raise Refused(400, "invalid_request_error", "the prompt is empty")
         cached = 0
 
-        def admitted(request: Any) -> None:
+        def admitted(life: Any) -> None:
             nonlocal cached
-            cached = request.cached
+            cached = life.cached
 
         tokens = front.generate(
             ids,
@@ -167,7 +210,6 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
             deadline=deadline,
             admitted=admitted,
         )
-        first, done = await _first(tokens)  # so that a refusal is a status, not a broken stream
         answer = {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": model_name}
 
         def usage(count: int) -> dict[str, Any]:
@@ -179,11 +221,10 @@ def make_app(front: AsyncEngine, tokenizer: Any, model_name: str, deadline: floa
             }
 
         if body.stream:
+            first, done = await _while_connected(request, _first(tokens))  # a refusal is a status, no broken stream
             events = _events(body, tokens, first, done, answer, kind, tokenizer, usage)
             return StreamingResponse(events, media_type="text/event-stream")
-        got = [] if done else [first]
-        async with aclosing(tokens):
-            got += [token async for token in tokens]
+        got = await _while_connected(request, _all(tokens))
         text = tokenizer.decode(got, skip_special_tokens=True)
         reason = "length" if len(got) >= body.max_tokens else "stop"
         if kind == "chat.completion":
@@ -209,12 +250,11 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-async def _first(tokens: AsyncIterator[int]) -> tuple[int, bool]:
-    """(first token, False), or (0, True) if there is none. Turns the engine's refusals into HTTP statuses."""
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns the engine's refusals into HTTP statuses."""
     try:
-        return await anext(tokens), False
-    except StopAsyncIteration:
-        return 0, True
+        yield
     except Overloaded as error:
         wait = str(max(1, round(error.retry_after)))
         raise Refused(429, "rate_limit_error", str(error), {"Retry-After": wait}) from None
@@ -224,6 +264,41 @@ async def _first(tokens: AsyncIterator[int]) -> tuple[int, bool]:
         raise Refused(504, "timeout_error", str(error)) from None
     except (EngineStopped, NoRoomLeft) as error:
         raise Refused(503, "server_error", str(error)) from None
+
+
+async def _first(tokens: AsyncIterator[int]) -> tuple[int, bool]:
+    """(first token, False), or (0, True) if there is none. Raises Refused."""
+    with _refusals():
+        try:
+            return await anext(tokens), False
+        except StopAsyncIteration:
+            return 0, True
+
+
+async def _all(tokens: Any) -> list[int]:
+    """Every token. Raises Refused."""
+    with _refusals():
+        async with aclosing(tokens):
+            return [token async for token in tokens]
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. It is cancelled as soon as the client goes away; raises Refused then, which nobody reads."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused(499, "invalid_request_error", "the client went away")
+        return await working
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.wait((working, gone))
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _events(
