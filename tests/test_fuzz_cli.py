@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from blockmgr_fuzz import ManagerMachine, campaign, mutants, reproducer
+from blockmgr_fuzz.adapters.toy import MissingDecrement
+from blockmgr_fuzz.foreign import machine_for
 from blockmgr_integration.cli import main
 
 from blockmgr.pool import Pool
@@ -23,10 +25,21 @@ def test_figures_of_a_run(tmp_path, capsys):
     assert main(["fuzz", "--examples", "20", "--steps", "20", "--seed", "1", "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
     assert set(figures) == {"examples", "steps", "failures", "rules", "conditions"}
-    assert figures["examples"] >= 20 and figures["failures"] == 0
+    assert figures["examples"] == 20 and figures["failures"] == 0  # not what Hypothesis threw away on its way
     assert figures["steps"] == sum(figures["rules"].values()) > 20
     assert "admitted cold" in figures["conditions"]
     assert "seed 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_as_many_examples_as_asked_for(examples):
+    assert campaign.run(ManagerMachine, examples, 20, seed=2).examples == examples
+
+
+def test_examples_end_with_the_first_that_fails():
+    # given a target that fails at once, when its failure is shrunk, then the lives of that count nowhere
+    counts = campaign.run(machine_for(MissingDecrement), 200, seed=1)
+    assert counts.failure is not None and counts.examples < 20 < counts.steps
 
 
 def test_a_seed_repeats_a_run():
@@ -102,7 +115,14 @@ def test_figures_of_planted_faults(tmp_path, monkeypatch):
         (["--time", "soon"], "--time soon"),
         (["--target", "nowhere"], "nowhere"),
         (["--exhaustive", "--mutants"], "exclude"),
-        (["--examples", "1", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        (["--examples", "1", "--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json"),
+        (["--exhaustive", "--examples", "5"], "--examples 5"),
+        (["--exhaustive", "--steps", "5"], "--steps 5"),
+        (["--mutants", "--seed", "0"], "--seed 0"),
+        (["--mutants", "--out", "here"], "--out here"),
+        (["--target", "json:dumps"], "raised TypeError"),
+        (["--target", "builtins:complex"], "no admit, block_size"),
+        (["--target", "hypothesis.stateful:RuleBasedStateMachine"], "defines no rules"),
     ],
 )
 def test_bad_input_is_one_line(options, named, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -250,6 +250,29 @@ def test_command_honours_timestamps(tmp_path):
     assert row["policy"] == "lru" and row["peak_leased"] > 0
 
 
+def test_a_pool_with_a_point_is_a_fraction(tmp_path):
+    path, out = write(tmp_path / "chats.jsonl", chats(4)), tmp_path / "rows.json"
+    args = ["replay", str(path), "--trace-block", str(BLOCK), "--policy", "lru", "--json", str(out)]
+    assert main([*args, "--pool", "1.0,1,0.5"]) == 0
+    everything, one, half = (row["pool_blocks"] for row in json.loads(out.read_text())["rows"])
+    assert one == 1 and everything == 2 * half + everything % 2 > 2
+
+
+def test_a_pool_is_what_was_asked_for_and_a_block_for_the_last_token(tmp_path):
+    # given three prompts of one block each, in turns; when two blocks are asked for, then no more than two are kept
+    trace = traces.load(write(tmp_path / "t.jsonl", [([i % 3], 8, 1, i) for i in range(30)]), BLOCK)
+    run = sequential.replay(trace, 2, "lru")
+    assert run.manager.pool.num_blocks == 3 and run.manager.pool.cached == 2 and run.token_hit_rate == 0
+    assert sequential.replay(trace, 3, "lru").token_hit_rate == 27 / 30
+
+
+def test_a_server_much_slower_than_its_arrivals_ends(tmp_path):
+    # given arrivals a tick of the clock apart, far from 0, and answers that take an age; then samples are few
+    path = write(tmp_path / "t.jsonl", [([i], 8, 1, 2**52 + i // 2) for i in range(4)])
+    run = timed.replay(traces.load(path, BLOCK), 8, "lru", prefill_rate=1.0, token_s=1e12)
+    assert 1 <= len(run.series) <= 12
+
+
 BAD_OPTIONS = [
     (["--policy", "clock"], "--policy clock"),
     (["--pool", "0"], "--pool 0"),
@@ -260,6 +283,14 @@ BAD_OPTIONS = [
     (["--trace-block", "9"], "line 1"),
     (["--policy", "opt", "--record", "x.json"], "--record"),
     (["--policy", ""], "--policy"),
+    (["--pool", "2.0"], "--pool 2.0"),
+    (["--pool", "2147483647"], "--pool 2147483647"),
+    (["--policy", "opt", "--timestamps"], "--policy opt"),
+    (["--json", "/nonexistent/a"], "--json /nonexistent/a: folder /nonexistent"),
+    (["--record", "/nonexistent/a"], "--record /nonexistent/a: folder /nonexistent"),
+    (["--json", "/"], "--json /: is a folder"),
+    (["--token-ms", "nan"], "--token-ms nan"),
+    (["--prefill-rate", "inf"], "--prefill-rate inf"),
 ]
 
 
@@ -272,10 +303,20 @@ def test_bad_options_are_one_line(tmp_path, capsys, options, words):
     assert error.count("\n") == 1 and words in error
 
 
-BAD_LINES = ["{", "[]", '{"hash_ids": [1]}', '{"hash_ids": [1], "input_length": 9, "output_length": 1, "timestamp": 0}']
+GOOD = {"hash_ids": "[1]", "input_length": "8", "output_length": "1", "timestamp": "0"}
+BAD_VALUES = [("hash_ids", value) for value in ("[1.5]", '["1"]', "[true]", "[[1]]", "1")]
+BAD_VALUES += [("input_length", value) for value in ("9", "0", "8.0", '"8"', "true", "Infinity", "1e400")]
+BAD_VALUES += [("output_length", value) for value in ("-1", "1.5", "2147483648", "1" + "0" * 30)]
+BAD_VALUES += [("timestamp", value) for value in ("NaN", "Infinity", "-Infinity", '"0"', "1e300", "false")]
+BAD_LINES = ["{", "[]", '{"hash_ids": [1]}', "[" * 100_000]
+BAD_LINES += [
+    "{" + ", ".join(f'"{name}": {text}' for name, text in (GOOD | {key: value}).items()) + "}"
+    for key, value in BAD_VALUES
+]
 
 
-@pytest.mark.parametrize("line, name", list(product(BAD_LINES, ["t.jsonl", "t.jsonl.gz"])))
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+@pytest.mark.parametrize("line", BAD_LINES, ids=[line[-70:] for line in BAD_LINES])
 def test_a_bad_line_is_named(tmp_path, line, name):
     good = '{"hash_ids": [1], "input_length": 8, "output_length": 1, "timestamp": 0}\n'
     data = (good + line).encode()

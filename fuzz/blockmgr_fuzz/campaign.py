@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 from hypothesis import Phase, settings
 from hypothesis import seed as seeded
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from hypothesis.stateful import (
     INITIALIZE_RULE_MARKER,
     RULE_MARKER,
@@ -37,11 +38,17 @@ Machine = type[RuleBasedStateMachine]
 
 @dataclass
 class Counts:
-    """What a campaign reached. `rules` and `conditions` count calls; both include the shrinking of a failure."""
+    """What a campaign reached.
+
+    examples  lives that ended, the failed one included; not those that Hypothesis threw away before their end (what it
+              drew did not fit, and it tries again), nor those that shrank a failure
+    rules, conditions  calls, of all lives
+    """
 
     examples: int = 0
     rules: Counter[str] = field(default_factory=Counter)
     conditions: Counter[str] = field(default_factory=Counter)
+    failed: bool = False  # a life has: what follows shrinks it
     failure: BaseException | None = None  # Hypothesis has put the shrunk steps into its notes
 
     @property
@@ -73,7 +80,7 @@ def run(
     steps     most rules in each
     seed      the same seed repeats the same examples; None: they differ every time
     seconds   looked at every 50 examples, so that it is passed by a little; the shrinking of a failure takes extra
-    progress  called with the counts at the start of every example
+    progress  called with the counts at the end of every life, counted or not
 
     Returns the counts; a failure is in `failure`, never raised.
     """
@@ -100,13 +107,21 @@ def run(
 def count(machine: Machine, counts: Counts, progress: Callable[[Counts], None] | None = None) -> Machine:
     """A subclass of `machine`, with the same name, that counts its examples and its rules' calls."""
 
-    def start(self: RuleBasedStateMachine) -> None:
-        machine.__init__(self)
-        counts.examples += 1
-        if progress is not None:
-            progress(counts)
+    def end(self: RuleBasedStateMachine) -> None:
+        raised = sys.exc_info()[1]  # called on the way out, whatever happened
+        try:
+            machine.teardown(self)
+        except Exception as error:
+            raised = error
+            raise
+        finally:
+            if not (counts.failed or isinstance(raised, (StopTest, UnsatisfiedAssumption))):
+                counts.examples += 1
+                counts.failed = raised is not None
+            if progress is not None:
+                progress(counts)
 
-    body: dict[str, Any] = {"__init__": start, "__module__": machine.__module__}
+    body: dict[str, Any] = {"teardown": end, "__module__": machine.__module__}
     for name, function in inspect.getmembers(machine, inspect.isfunction):
         for marker in (RULE_MARKER, INITIALIZE_RULE_MARKER):
             rule = getattr(function, marker, None)

@@ -9,6 +9,7 @@ last token is never cached, and nothing is lost when all requests have gone.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -275,8 +276,29 @@ def load(target: str) -> Factory:
         raise ValueError(f"target {target!r}: must be package.module:factory")
     try:
         factory = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"target {target!r}: {error}") from error
+    except Exception as error:  # importing runs anything
+        raise ValueError(f"target {target!r}: {type(error).__name__}: {error}") from error
     if not callable(factory):
         raise ValueError(f"target {target!r}: {name} can't be called")
     return factory  # type: ignore[no-any-return]
+
+
+def probe(target: str, made: Callable[..., Any]) -> None:
+    """Can what `target` names make what is fuzzed: a manager, or a state machine? Raises ValueError with one line."""
+    machine = isinstance(made, type) and issubclass(made, RuleBasedStateMachine)
+    arguments = () if machine else (4, 2)
+    try:
+        manager = made(*arguments)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise ValueError(f"target {target!r}: called with {arguments} it raised {raised}") from error
+    if machine:
+        return
+    members = {name for name in (*Manager.__annotations__, *vars(Manager)) if not name.startswith("_")}
+    supports = getattr(manager, "supports", frozenset())
+    if not isinstance(supports, (set, frozenset)) or supports - set(ABILITIES):
+        raise ValueError(f"target {target!r}: supports {supports!r}: must be a set of {', '.join(ABILITIES)}")
+    missing = sorted(name for name in members - (set(ABILITIES) - supports) if not hasattr(manager, name))
+    if missing:
+        made_is = f"makes a {type(manager).__name__}, which is no manager"
+        raise ValueError(f"target {target!r}: {made_is}: no {', '.join(missing)}")

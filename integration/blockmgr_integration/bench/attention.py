@@ -179,8 +179,6 @@ def command(
         raise BadInput(f"--rounds {rounds}: must be at least 1")
     if seed < 0:
         raise BadInput(f"--seed {seed}: must be at least 0")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise BadInput(f"--json {json_file}: folder {json_file.parent} does not exist")
     torch.set_num_threads(1)
     console, rows = Console(), []
     with console.status("measuring") as status, torch.inference_mode():

@@ -122,8 +122,6 @@ def command(
             raise BadInput(f"--{option} {value}: must be at least 1")
     if seed < 0:
         raise BadInput(f"--seed {seed}: must be at least 0")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise BadInput(f"--json {json_file}: folder {json_file.parent} does not exist")
     usable, broken = available() if managers == "all" else (_named(managers.split(",")), {})
     console = Console()
     for name, why in broken.items():

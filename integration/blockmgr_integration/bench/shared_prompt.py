@@ -27,7 +27,6 @@ from rich.table import Table
 from blockmgr import BlockManager
 
 from .. import weights
-from ..attention import UnsupportedModel
 from ..engine import Engine
 from ..figures import PeakWatch
 from ..options import BadInput
@@ -247,7 +246,7 @@ def command(
         raise BadInput(f"--range-ratio {range_ratio:g}: must be at least 0 and below 1")
     if sweep not in ("", "shared", "block-size"):
         raise BadInput(f"--sweep {sweep}: choose one of shared, block-size")
-    _check_files(sweep, json_file, plot)
+    _check_plot(sweep, plot)
     base = Config(
         prefixes, prefix_len, suffix_len, range_ratio, output_len, requests, rate,
         0 if rate else concurrency or 8, block_size, shared, token_budget, num_blocks, seed,
@@ -291,10 +290,7 @@ def _at_least(limit: int, values: Mapping[str, float]) -> None:
             raise BadInput(f"--{name} {value:g}: must be at least {limit}")
 
 
-def _check_files(sweep: str, json_file: Path | None, plot: Path | None) -> None:
-    for name, file in (("json", json_file), ("plot", plot)):
-        if file is not None and not file.parent.is_dir():
-            raise BadInput(f"--{name} {file}: folder {file.parent} does not exist")
+def _check_plot(sweep: str, plot: Path | None) -> None:
     if plot is not None:
         if not sweep:
             raise BadInput(f"--plot {plot}: needs --sweep")
@@ -311,15 +307,9 @@ def _load(name: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    try:
-        model, tokenizer = weights.load(name, torch.float32)
-    except weights.ModelNotFound as error:
-        raise BadInput(str(error)) from error
+    model, tokenizer = weights.load(name, torch.float32)
     pack_linear_layers(model)
-    try:
-        ModelRunner(model, 1, 1)
-    except UnsupportedModel as error:
-        raise BadInput(f"model not served: {error}") from error
+    ModelRunner(model, 1, 1)  # raises UnsupportedModel
     return model, tokenizer
 
 

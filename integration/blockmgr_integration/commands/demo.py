@@ -17,7 +17,6 @@ from rich.table import Table
 from blockmgr import BlockManager
 
 from .. import weights
-from ..attention import UnsupportedModel
 from ..figures import Run
 from ..options import BadInput, OneLineErrors
 from ..packed import pack_linear_layers
@@ -62,8 +61,6 @@ def demo(
         raise BadInput(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if linear not in ("packed", "plain"):
         raise BadInput(f"--linear {linear}: choose one of packed, plain")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise BadInput(f"--json {json_file}: folder {json_file.parent} does not exist")
     torch.set_num_threads(1)
     console = Console()
     with console.status(f"loading {model}"):
@@ -102,10 +99,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    try:
-        return weights.load(name, dtype)
-    except weights.ModelNotFound as error:
-        raise BadInput(str(error)) from error
+    return weights.load(name, dtype)
 
 
 def _check_fits(model: Any, prompt: int, new_tokens: int, num_blocks: int, block_size: int) -> None:
@@ -164,10 +158,7 @@ def _three_ways(
     runs = [timed("generate", partial(run_generate, model, prompts.ids, new_tokens))]
     if linear == "packed":
         pack_linear_layers(model)
-    try:
-        runner = ModelRunner(model, **size)
-    except UnsupportedModel as error:
-        raise BadInput(f"model not served: {error}") from error
+    runner = ModelRunner(model, **size)
     run_engine("warm-up", BlockManager(**size), runner, short, 2, budget)
     for name, label, caching in (("cache_off", "cache off", False), ("cache_on", "cache on", True)):
         manager = BlockManager(**size, caching=caching)

@@ -26,13 +26,13 @@ def fuzz(
         str | None, typer.Option(help="package.module:factory of a foreign manager, or a state machine.")
     ] = None,
     examples: Annotated[int | None, typer.Option(help="Random lives to try (default 200).")] = None,
-    steps: Annotated[int, typer.Option(help="Most operations in each.")] = 50,
+    steps: Annotated[int | None, typer.Option(help="Most operations in each (default 50).")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a run; printed by every run.")] = None,
     time: Annotated[str | None, typer.Option(help="Go on for so long: 60s, 5m, 1h; with --mutants: for each.")] = None,
-    exhaustive: Annotated[bool, typer.Option(help="Every state of a tiny configuration (not there yet).")] = False,
+    exhaustive: Annotated[bool, typer.Option(help="Every state of a tiny configuration.")] = False,
     planted: Annotated[bool, typer.Option("--mutants", help="Plant faults in blockmgr; which are caught?")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for reproducers.")] = Path(),
+    out: Annotated[Path | None, typer.Option(help="Folder for reproducers (default: the current one).")] = None,
 ) -> int:
     """Look for broken invariants. Exit status 0: none found; 1: found, and a reproducer is written; 2: bad input."""
     for name, value in (("examples", examples), ("steps", steps)):
@@ -42,6 +42,10 @@ def fuzz(
         raise BadInput(f"--seed {seed}: must be at least 0")
     if exhaustive + planted + (target is not None) > 1:
         raise BadInput("--target, --exhaustive and --mutants exclude each other")
+    if exhaustive or planted:
+        for name, value in (("examples", examples), ("steps", steps), ("seed", seed), ("out", out)):
+            if value is not None:
+                raise BadInput(f"--{name} {value}: says nothing to {'--exhaustive' if exhaustive else '--mutants'}")
     seconds = None if time is None else duration(time)
     if exhaustive:
         figures, status = _exhaustive(seconds)
@@ -49,12 +53,10 @@ def fuzz(
         figures, status = _mutants(seconds)
     else:
         most = examples or (200 if seconds is None else sys.maxsize)
-        figures, status = _random(target, most, steps, random.randrange(2**32) if seed is None else seed, seconds, out)
+        number = random.randrange(2**32) if seed is None else seed
+        figures, status = _random(target, most, steps or 50, number, seconds, out or Path())
     if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(figures, indent=2) + "\n")
-        except OSError as error:
-            raise BadInput(f"--json {json_file}: {error.strerror}") from error
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
     return status
 
 
@@ -114,6 +116,7 @@ def _foreign(target: str) -> tuple[campaign.Machine, str | None]:
     module, _, name = target.partition(":")
     try:
         found: Any = foreign.load(target)
+        foreign.probe(target, found)
     except ValueError as error:
         raise BadInput(f"--{error}") from error
     if isinstance(found, type) and issubclass(found, RuleBasedStateMachine):

@@ -21,6 +21,7 @@ from ..replay.synthetic import KINDS, make
 
 OPTIMUM = "opt"
 SYNTHETIC = "synthetic:"
+MOST_BLOCKS = 2**31 - 2
 app = OneLineErrors()
 
 
@@ -30,7 +31,11 @@ def replay(
         str, typer.Argument(help=f"Mooncake-format trace, .jsonl or .jsonl.gz; or synthetic:NAME ({', '.join(KINDS)}).")
     ],
     pool: Annotated[
-        str, typer.Option(help="Pool sizes, comma-separated: fractions of the distinct blocks, or numbers of blocks.")
+        str,
+        typer.Option(
+            help="Pool sizes, comma-separated: with a point, a fraction of the distinct blocks (0.1, 1.0); without, "
+            "blocks (200). Without --timestamps one block more is there: each prompt gets one more token in it."
+        ),
     ] = "0.02,0.05,0.1,0.2",
     policy: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(ORDERS)}, {OPTIMUM}; or all.")
@@ -53,6 +58,8 @@ def replay(
             raise BadInput(f"{option} {value}: must be more than 0")
     if timestamps:
         policies = [name for name in policies if name != OPTIMUM]  # Belady's rule knows no time
+        if not policies:
+            raise BadInput(f"--policy {policy}: the optimum knows no time; with --timestamps name an eviction order")
     if record and policies in ([], [OPTIMUM]):
         raise BadInput("--record: needs an eviction order in --policy; the optimum has no manager")
     loaded = _load(trace, trace_block)
@@ -114,14 +121,14 @@ def _stepper(progress: Progress, task: Any) -> Any:
 def _blocks(size: str, distinct: int) -> tuple[float, int]:
     """(fraction of the distinct blocks, blocks) of a pool given either way."""
     try:
-        value = float(size)
+        value: float = int(size) if size.isdecimal() else float(size)
     except ValueError:
         raise BadInput(f"--pool {size}: not a number") from None
-    whole = value == int(value) and value >= 1 if value < 2**31 else False
-    if not (0 < value < 1 or whole):
-        raise BadInput(f"--pool {size}: must be a fraction in (0, 1) or a number of blocks from 1 to {2**31 - 1}")
-    if whole:
-        return value / distinct, int(value)
+    if isinstance(value, int) and 1 <= value <= MOST_BLOCKS:
+        return value / distinct, value
+    if isinstance(value, int) or not 0 < value <= 1:
+        text = f"must be a fraction above 0.0 and at most 1.0, or a whole number of blocks from 1 to {MOST_BLOCKS}"
+        raise BadInput(f"--pool {size}: {text}")
     blocks = int(value * distinct)
     if blocks < 1:
         raise BadInput(f"--pool {size}: less than one of the trace's {distinct} distinct blocks")

@@ -2,7 +2,9 @@
 
 Accounting: a request's hit is the tokens of its leading resident blocks, at most its prompt length (the rule that the
 last token is always computed is left out: every prompt gets one token more, in a block of its own that is never full).
-Afterwards all its blocks are resident, the partial last one too. A request longer than the pool passes through
+The pool has one block more than was asked for, for that token: it is empty whenever nothing runs, so that the prefixes
+have exactly the blocks that were asked for, as the optimum's have. Afterwards all a request's blocks are resident, the
+partial last one too. A request longer than the pool passes through
 uncached; it is counted in `refused`.
 """
 
@@ -42,7 +44,7 @@ def replay(trace: Trace, pool: int, policy: str, step: Callable[[], None] = lamb
 
     Raises InvalidConfig for an unknown order.
     """
-    manager = BlockManager(pool + 1, trace.block, order=policy)  # the one more holds the extra token
+    manager = BlockManager(pool + 1, trace.block, order=policy)  # the one more: see above
     end = np.zeros(1, np.int32)
     hits = refused = spent = seen = 0
     series = []

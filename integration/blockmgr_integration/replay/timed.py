@@ -101,9 +101,9 @@ def replay(
             result.max_wait_s = max(result.max_wait_s, waited)
             left = length - answer.cached
             heapq.heappush(events, (now + left / prefill_rate, number, False, answer, left))
-        while due <= now and seen:
-            result.series.append(sample(manager, due, hits / seen))
-            due += every if every > 0 else float("inf")
+        if due <= now and seen:  # one at most an event: neither a long wait nor a clock too coarse to add to can loop
+            result.series.append(sample(manager, now, hits / seen))
+            due = now + every if every > 0 else float("inf")
     requests = len(trace.paths)
     result.token_hit_rate, result.us_per_request = hits / trace.tokens, clock.spent / 1000 / requests
     result.evictions, result.mean_wait_s = manager.tree.evictions, wait_s / requests

@@ -13,14 +13,16 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..options import BadInput
+from ..errors import BadInput
 
 Ids = npt.NDArray[np.int64]
 TRACE_BLOCK = 512  # tokens an id stands for, in the published traces
+MOST_TOKENS = 2**31 - 1  # of a prompt or an answer
 
 
 @dataclass
@@ -56,13 +58,10 @@ def load(path: Path, block: int = TRACE_BLOCK) -> Trace:
                 if not text.strip():
                     continue
                 try:
-                    request = json.loads(text)
-                    ids = [int(i) for i in request["hash_ids"]]
-                    tokens, answer = int(request["input_length"]), int(request["output_length"])
-                    arrival = float(request["timestamp"]) / 1000
-                except (ValueError, KeyError, TypeError) as error:
+                    ids, tokens, answer, arrival = _request(json.loads(text))
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise BadInput(f"{path}, line {line}: not a request ({type(error).__name__}: {error})") from None
-                if len(ids) != -(-tokens // block) or tokens < 1 or answer < 0:
+                if len(ids) != -(-tokens // block):
                     raise BadInput(
                         f"{path}, line {line}: {tokens} prompt tokens and {answer} answer tokens do not fit "
                         f"{len(ids)} ids of {block} tokens (--trace-block)"
@@ -76,6 +75,24 @@ def load(path: Path, block: int = TRACE_BLOCK) -> Trace:
     if not paths:
         raise BadInput(f"{path}: holds no request")
     return Trace(paths, np.array(lengths), np.array(outputs), np.array(arrivals), len(number), block)
+
+
+def _request(line: Any) -> tuple[list[int], int, int, float]:
+    """Ids, prompt tokens, answer tokens and arrival in seconds. Raises KeyError, TypeError, ValueError."""
+    ids = list(map(_whole, line["hash_ids"]))
+    tokens, answer = _whole(line["input_length"]), _whole(line["output_length"])
+    if not (1 <= tokens <= MOST_TOKENS and 0 <= answer <= MOST_TOKENS):
+        raise ValueError(f"{tokens} prompt tokens, {answer} answer tokens: must be 1, 0 .. {MOST_TOKENS}")
+    milliseconds = line["timestamp"]
+    if type(milliseconds) not in (int, float) or not abs(milliseconds) <= 2**53:  # NaN is not
+        raise ValueError(f"timestamp {milliseconds!r}: must be a number of milliseconds, at most 2**53")
+    return ids, tokens, answer, milliseconds / 1000
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
 
 
 def expand(ids: Ids, block: int) -> npt.NDArray[np.int32]:
