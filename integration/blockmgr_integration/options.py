@@ -56,7 +56,7 @@ class OneLineErrors(typer.Typer):
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, MemoryError) and "memory" not in str(error):  # torch has no MemoryError
                 raise
-            message = f"not enough memory: {str(error).partition('.')[0]}"
+            message = "\n".join(["not enough memory:", *str(error).splitlines()[:1]])
         except ModuleNotFoundError as error:
             message = f"needs {error.name}: pip install 'blockmgr[demo]'"
         except _UsageError as error:

@@ -76,9 +76,13 @@ def load(name: str, dtype: Any) -> tuple[Any, Any]:
     """Model in eval mode and tokenizer of a built-in name, a local folder or a hub id.
 
     `dtype` is a torch dtype. The built-in model never touches the network. Raises ModelNotFound.
+    transformers is silent from here on.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     built_in = name == BUILT_IN
     source = str(built_in_folder()) if built_in else name
     if not built_in and not Path(source).is_dir() and source.startswith((".", "/", "~")):

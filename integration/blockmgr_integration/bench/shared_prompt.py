@@ -303,10 +303,6 @@ def _check_plot(sweep: str, plot: Path | None) -> None:
 
 
 def _load(name: str) -> tuple[Any, Any]:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     model, tokenizer = weights.load(name, torch.float32)
     pack_linear_layers(model)
     ModelRunner(model, 1, 1)  # raises UnsupportedModel

@@ -64,7 +64,7 @@ def demo(
     torch.set_num_threads(1)
     console = Console()
     with console.status(f"loading {model}"):
-        language_model, tokenizer = _load(model, DTYPES[dtype])
+        language_model, tokenizer = weights.load(model, DTYPES[dtype])
     prompts = shared_prefix_prompts(tokenizer, requests, shared, unique, seed)
     needed = requests * -(-(shared + unique + new_tokens) // block_size)
     size = {"num_blocks": num_blocks or needed, "block_size": block_size}
@@ -92,14 +92,6 @@ def _check_counts(minimum: int = 1, **counts: int) -> None:
     for name, count in counts.items():
         if count < minimum:
             raise BadInput(f"--{name.replace('_', '-')} {count}: must be at least {minimum}")
-
-
-def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    return weights.load(name, dtype)
 
 
 def _check_fits(model: Any, prompt: int, new_tokens: int, num_blocks: int, block_size: int) -> None:
