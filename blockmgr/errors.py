@@ -5,6 +5,9 @@ Every message names the offending value and the limit, and whatever raised it ch
 
 from __future__ import annotations
 
+import math
+import reprlib
+
 import numpy as np
 
 
@@ -44,10 +47,20 @@ class InvariantViolation(BlockManagerError, AssertionError):
     """`check()` found a broken invariant; the message starts with its number in docs/design.md."""
 
 
-def check_count(name: str, value: int, least: int = 0) -> int:
-    """The value, if it is an int of at least `least` (numpy's integers included, bool not); raises InvalidCount."""
+def shown(value: object) -> str:
+    """Type and value for a message, short; some ints have more digits than Python prints."""
+    try:
+        return f"{type(value).__name__} {reprlib.repr(value)}"
+    except ValueError:
+        return f"{type(value).__name__} too long to print"
+
+
+def check_count(name: str, value: int, least: int = 0, most: float = math.inf) -> int:
+    """The value as an int, if it is one (numpy's included, bool not) in least .. most; raises InvalidCount."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidCount(f"{name} must be an int, got {type(value).__name__} {value!r}")
+        raise InvalidCount(f"{name} must be an int, got {shown(value)}")
     if value < least:
-        raise InvalidCount(f"{name} must be >= {least}, got {value}")
+        raise InvalidCount(f"{name} must be >= {least}, got {shown(value)}")
+    if value > most:
+        raise InvalidCount(f"{name} must be <= {most}, got {shown(value)}")
     return int(value)

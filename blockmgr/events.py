@@ -16,12 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BlockManagerError, InvalidConfig, InvalidCount, InvalidState, check_count
+from .errors import BlockManagerError, InvalidConfig, InvalidCount, InvalidState, check_count, shown
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import Hasher, Namespace, xxh3_128
 from .pool import Blocks
-from .tokens import shown
 
 DEVICE = "device"
 MAX_CAPACITY = 2**31 - 1

@@ -194,10 +194,7 @@ class BlockManager:
     def _check_growth(self, n: int) -> int:
         if type(n) is int and n == 1:
             return n
-        n = check_count("n", n, least=1)
-        if n > MAX_LENGTH:
-            raise InvalidCount(f"n must be <= {MAX_LENGTH}, the most tokens a sequence can have, got {n}")
-        return n
+        return check_count("n", n, least=1, most=MAX_LENGTH)
 
     def _pending(self, batch: Batch) -> deque[tuple[int, Slots]] | None:
         """What the batch has room for and did not commit; None unless that is equally much for every member."""

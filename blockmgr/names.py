@@ -19,11 +19,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidConfig
+from .errors import InvalidConfig, shown
 from .manager import BlockManager
 from .namespace import Hasher, Namespace, frame, xxh3_128
 from .pool import Blocks, Ints
-from .tokens import shown
 from .tree import Root, Run, log
 
 MOST_RECORDS = 4096  # unnamed changes that are kept before they are named without being asked for

@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from .errors import InvalidConfig
-from .tokens import shown
+from .errors import InvalidConfig, shown
 
 Part = str | bytes | int
 Hasher = Callable[[bytes], bytes]

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidCount, InvalidHandle, InvalidState, check_count
+from .errors import InvalidCount, InvalidHandle, InvalidState, check_count, shown
 from .pool import Blocks, Ints
-from .tokens import shown
 from .tree import Root, Run
 
 if TYPE_CHECKING:

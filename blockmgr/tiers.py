@@ -38,12 +38,12 @@ from .errors import InvalidConfig, InvalidHandle, InvalidState, check_count
 from .events import EventLog
 from .manager import BlockManager
 from .names import Change, name_blocks
-from .namespace import DEFAULT, Namespace, media_keys
+from .namespace import DEFAULT, Namespace, as_media, media_keys
 from .pool import Blocks, Ints
 from .prefixes import NONE, Prefixes
 from .sequence import Sequence
 from .tokens import TokenIds, as_tokens
-from .transfers import Loads, Saves, Swap
+from .transfers import Loads, Saves, Swap, index_of
 from .tree import Place, Run, log
 
 HOST = "host"
@@ -207,7 +207,7 @@ class HostTier:
         """These copies are over; unless `ok` nothing counts as backed up by them. Raises InvalidHandle if unknown."""
         if isinstance(saves, Saves) and not len(saves.pairs):
             return
-        at = self._index(saves, self._saves)
+        at = index_of(saves, self._saves)
         self.names.catch_up()
         spaces = {self._saving[number].namespace for number in saves.prefixes}
         roots = {space: self.names.root(space) for space in spaces}
@@ -223,14 +223,6 @@ class HostTier:
                 self.prefixes.leave(number)
                 self._free.append(entry.host)
                 self.counters["failed"] += not ok
-
-    @staticmethod
-    def _index(one: Saves | Loads, handed_out: list[Any]) -> int:
-        """Where this very object is in the list. Equal ones won't do: each stands for copies of its own."""
-        for index, other in enumerate(handed_out):
-            if other is one:
-                return index
-        raise InvalidHandle(f"{type(one).__name__} that this tier did not hand out, or that were acknowledged before")
 
     def _take(self) -> int | None:
         """A free host block: of a sequence that was freed while swapped, or of the least recently used entry that
@@ -301,7 +293,7 @@ class HostTier:
         Until `loaded` the host blocks and the sequence's own stay theirs, even if it is freed or preempted; it must
         not be computed or committed.
         """
-        media = () if media is None else tuple(media)
+        media = as_media(media)
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         found = found if found and worthwhile(len(found)) else []
@@ -322,7 +314,7 @@ class HostTier:
         self, prompt: TokenIds, namespace: Namespace = DEFAULT, *, media: Iterable[tuple[int, bytes]] = ()
     ) -> int:
         """Leading tokens of the prompt that are cached or, behind those, in host memory, in whole blocks."""
-        media = () if media is None else tuple(media)
+        media = as_media(media)
         place = self.manager.match(prompt, namespace, media=media)
         found = self._found(place, as_tokens(prompt), namespace, media)
         return (len(place.blocks) + len(found)) * self.manager.block_size
@@ -377,19 +369,14 @@ class HostTier:
 
         Raises InvalidHandle if they were acknowledged before.
         """
-        del self._loads[self._index(loads, self._loads)]
-        seq, first = loads.seq, loads.start // self.manager.block_size
+        del self._loads[index_of(loads, self._loads)]
         if loads.swap is not None:
             self._end_swap(loads.swap)
         else:
             self._release(loads.pairs[:, 0].tolist())
         self.counters["loaded" if ok else "failed"] += len(loads.pairs)
-        if ok and seq.live and seq.computed == loads.start:
-            # The same blocks are the same copies' destinations, for nobody else was given them: see Loads.guard.
-            device = seq.block_table[first : first + len(loads.pairs)]
-            content = seq.tokens[loads.start : loads.start + loads.tokens]
-            if np.array_equal(device, loads.pairs[:, 1]) and np.array_equal(content, loads.content):
-                self.manager.commit(seq, loads.tokens)
+        if ok and loads.fits():
+            self.manager.commit(loads.seq, loads.tokens)
         self.manager.tickets.release([loads.guard])
 
     def _returning(self, seq: Sequence) -> bool:
@@ -452,14 +439,11 @@ class HostTier:
         refusal = self.manager.resume(seq, more, reserve=reserve)
         if refusal is not None:
             return refusal
-        if swap is not None and invalidated:  # what its pages hold was computed before
-            self._end_swap(swap)
-            return None
         if swap is None:
             return None
-        matched = seq.published
-        if matched < swap.start or seq.computed >= swap.computed or seq.computed != matched * self.manager.block_size:
-            self._end_swap(swap)  # a hole before them, or all of it was still cached
+        matched, whole = seq.published, seq.computed == seq.published * self.manager.block_size
+        if matched < swap.start or seq.computed >= swap.computed or not whole or invalidated:
+            self._end_swap(swap)  # a hole before them, all of it was still cached, or they hold what is not valid
             return None
         kept = swap.pairs[matched - swap.start :, 1].tolist()
         self.counters["swapped_in"] += len(kept)

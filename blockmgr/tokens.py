@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidTokens
+from .errors import InvalidTokens, shown
 
 MAX_TOKEN = 2**31 - 1
 INT32 = np.dtype(np.int32)
@@ -73,14 +72,6 @@ def _odd(ids: Any) -> InvalidTokens | None:
         if type(value) in BOOLS or not isinstance(value, (int, np.integer)) or not 0 <= value <= MAX_TOKEN:
             return InvalidTokens(f"token ids must be ints in 0 .. {MAX_TOKEN}, got {shown(value)} at position {at}")
     return None
-
-
-def shown(value: object) -> str:
-    """Type and value for a message, short; some ints have more digits than Python prints."""
-    try:
-        return f"{type(value).__name__} {reprlib.repr(value)}"
-    except ValueError:
-        return f"{type(value).__name__} too long to print"
 
 
 def _outside(got: npt.NDArray[Any], at: int) -> InvalidTokens:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .errors import InvalidHandle
 from .fences import Guard, Ticket
 from .pool import Blocks
 from .sequence import Sequence
@@ -42,6 +43,18 @@ class Loads(NamedTuple):
     guard: Guard
     swap: Swap | None
 
+    def fits(self) -> bool:
+        """Whether the sequence is still as it was: has these destinations, and these tokens to compute.
+
+        The same block ids are the same destinations, because nobody else can have been given them: see `guard`.
+        """
+        seq = self.seq
+        if not seq.live or seq.computed != self.start:
+            return False
+        first = len(self.guard.path) - len(self.pairs)
+        same = np.array_equal(seq.block_table[first : len(self.guard.path)], self.pairs[:, 1])
+        return same and np.array_equal(seq.tokens[self.start : self.start + self.tokens], self.content)
+
 
 class Swap(NamedTuple):
     """A preempted sequence's own blocks on their way to, or in, host memory.
@@ -55,3 +68,14 @@ class Swap(NamedTuple):
     start: int
     computed: int
     ticket: Ticket
+
+
+def index_of(one: Saves | Loads, handed_out: list[Saves] | list[Loads]) -> int:
+    """Where this very object is in the list; an equal one won't do, for each stands for copies of its own.
+
+    Raises InvalidHandle if it is not there: acknowledged before, or another tier's.
+    """
+    for index, other in enumerate(handed_out):
+        if other is one:
+            return index
+    raise InvalidHandle(f"{type(one).__name__} that this tier did not hand out, or that were acknowledged before")

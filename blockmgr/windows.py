@@ -32,13 +32,15 @@ import numpy.typing as npt
 
 from .answers import NeverFits, NoSpace, Pending, Step
 from .audit import broken
-from .errors import InvalidConfig, InvalidCount, InvalidHandle, InvalidState, check_count
+from .errors import InvalidConfig, InvalidCount, InvalidHandle, InvalidState, check_count, shown
 from .fences import Ticket
+from .growth import no_slots
 from .manager import BlockManager
 from .namespace import DEFAULT, Namespace, as_media
 from .pool import Blocks, Ints, Pool
 from .sequence import NO_COPIES, Sequence
-from .tokens import TokenIds, as_tokens, shown
+from .tables import MAX_LENGTH
+from .tokens import TokenIds, as_tokens
 from .tree import Root, Run
 
 
@@ -170,11 +172,11 @@ class WindowGroup:
 
     def grow(self, seq: Sequence, n: int = 1) -> Step:
         """BlockManager.grow for one sequence in both pools; Step.slots are the manager's, see `slots` for these."""
-        table, size, n = self._table(seq), self.manager.block_size, check_count("n", n, least=1)
+        table, size, n = self._table(seq), self.manager.block_size, check_count("n", n, least=1, most=MAX_LENGTH)
         self._catch_up()
         need = max(0, -(-(seq.length + n) // size) - len(table))
         if need > self.pool.reclaimable:
-            return Step(np.full(n, -1, np.int64), NO_COPIES, (seq,))
+            return Step(no_slots(n), NO_COPIES, (seq,))
         taken, step = self._take(need), None
         try:
             with self._lent(seq):

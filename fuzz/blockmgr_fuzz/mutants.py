@@ -427,16 +427,10 @@ TIERS = _of(
      "while number and (index + 1) * size <= len(tokens):", "nothing is left to compute"),
     ("a refused admission holds its pages", "if loads is None:\n                self._release",
      "if False:\n                self._release", "leak on an exit path"),
-    ("a failed load counts", "if ok and seq.live and seq.computed == loads.start:",
-     "if seq.live and seq.computed == loads.start:", "guard forgotten"),
-    ("loads are acknowledged after preemption", "if np.array_equal(device, loads.pairs[:, 1]) and", "if",
-     "resumed elsewhere meanwhile"),
-    ("loads are acknowledged after a change", "and np.array_equal(content, loads.content):", "and True:",
-     "rolled back and extended meanwhile"),
+    ("a failed load counts", "if ok and loads.fits():", "if loads.fits():", "guard forgotten"),
     ("a block being loaded into is handed out", "self.manager.tickets.guard(path, seq.root), swap)",
      "self.manager.tickets.guard(path[:0], seq.root), swap)", "missing fence"),
     ("a loaded block stays fenced", "self.manager.tickets.release([loads.guard])", "pass", "missing release"),
-    ("any acknowledgement will do", "if other is one:", "if True:", "identity taken from position"),
     ("shared blocks are swapped out", "start = int(shared[-1]) + 1 if len(shared) else 0", "start = 0",
      "more copies than needed"),
     ("swapping starts one late", "start = int(shared[-1]) + 1 if", "start = int(shared[-1]) + 2 if", "off by one"),
@@ -448,6 +442,17 @@ TIERS = _of(
      "kept = swap.pairs[:, 1]", "the prefix was still cached"),
     ("a hole before a swap is ignored", "if matched < swap.start or", "if", "its prefix was evicted meanwhile"),
     ("a swap's pages are lost", "self._free += swap.pairs[:, 1].tolist()", "pass", "leak on an exit path"),
+)  # fmt: skip
+
+TRANSFERS = _of(
+    "transfers",
+    ("loads are acknowledged after preemption", "return same and np", "return np", "resumed elsewhere meanwhile"),
+    ("loads are acknowledged after a change",
+     "same and np.array_equal(seq.tokens[self.start : self.start + self.tokens], self.content)", "same",
+     "rolled back and extended meanwhile"),
+    ("loads are acknowledged after a commit", "if not seq.live or seq.computed != self.start:", "if not seq.live:",
+     "guard forgotten"),
+    ("any acknowledgement will do", "if other is one:", "if True:", "identity taken from position"),
 )  # fmt: skip
 
 PREFIXES = _of(
@@ -502,5 +507,5 @@ WINDOWS = _of(
 
 ALL: tuple[Mutant, ...] = (
     *POOL, *TREE, *PROMISES, *ORDERS, *TABLES, *IDENTITY, *GROWTH, *ADMISSION, *PUBLICATION, *FENCES, *HOLDS, *SNAPSHOT,
-    *SEQUENCE, *MANAGER, *NAMES, *EVENTS, *TIERS, *PREFIXES, *WINDOWS,
+    *SEQUENCE, *MANAGER, *NAMES, *EVENTS, *TIERS, *TRANSFERS, *PREFIXES, *WINDOWS,
 )  # fmt: skip

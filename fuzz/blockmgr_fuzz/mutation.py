@@ -175,7 +175,7 @@ def machines(module: str) -> tuple[type[RuleBasedStateMachine], ...]:
     from . import beside, machine, properties, steps
 
     core = (machine.ManagerMachine, properties.ExactMachine, steps.StepsMachine)
-    if module in ("tiers", "events", "names", "prefixes"):
+    if module in ("tiers", "transfers", "events", "names", "prefixes"):
         return (beside.TierMachine,)
     if module == "windows":
         return (beside.WindowMachine,)
