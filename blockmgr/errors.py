@@ -59,8 +59,7 @@ def check_count(name: str, value: int, least: int = 0, most: float = math.inf) -
     """The value as an int, if it is one (numpy's included, bool not) in least .. most; raises InvalidCount."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidCount(f"{name} must be an int, got {shown(value)}")
-    if value < least:
-        raise InvalidCount(f"{name} must be >= {least}, got {shown(value)}")
-    if value > most:
-        raise InvalidCount(f"{name} must be <= {most}, got {shown(value)}")
+    if not least <= value <= most:
+        number = shown(int(value)).removeprefix("int ")
+        raise InvalidCount(f"{name} must be {f'>= {least}' if value < least else f'<= {most}'}, got {number}")
     return int(value)
