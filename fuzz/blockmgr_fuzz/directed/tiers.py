@@ -314,6 +314,15 @@ def a_sequence_is_changed_while_its_blocks_are_loaded_into() -> None:
 
 
 @situation
+def a_sequence_is_computed_while_its_blocks_are_loaded_into() -> None:
+    manager, tier, seq, loads = loading()
+    manager.commit(seq, 2)
+    tier.loaded(loads)
+    assert seq.computed == 2
+    tier.check()
+
+
+@situation
 def a_swap_comes_back_and_its_sequence_leaves() -> None:
     manager = BlockManager(3, 2)
     tier = HostTier(manager, 4)
