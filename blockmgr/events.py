@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BlockManagerError, InvalidConfig, InvalidCount, InvalidState, check_count, shown
+from .errors import BlockManagerError, InvalidConfig, InvalidState, check_count, shown
 from .manager import BlockManager
 from .names import Change, name_blocks
 from .namespace import Hasher, Namespace, xxh3_128
@@ -75,12 +75,11 @@ class EventLog:
     def __init__(self, manager: BlockManager, capacity: int = 100_000, hasher: Hasher = xxh3_128) -> None:
         if not isinstance(manager, BlockManager):
             raise InvalidConfig(f"an event log needs a BlockManager, got {type(manager).__name__}")
-        if check_count("capacity", capacity, least=1) > MAX_CAPACITY:
-            raise InvalidCount(f"capacity must be in 1 .. {MAX_CAPACITY}, got {shown(capacity)}")
+        capacity = check_count("capacity", capacity, least=1, most=MAX_CAPACITY)
         if manager.log is not None:
             raise InvalidState("this manager has an event log already")
         self._manager = manager
-        self._events: deque[Event] = deque(maxlen=int(capacity))
+        self._events: deque[Event] = deque(maxlen=capacity)
         self._number = 0
         self._gone: dict[bytes, None] = {}  # names of evicted blocks, oldest first, at most N
         self.names = name_blocks(manager, hasher)
@@ -141,7 +140,7 @@ class EventLog:
     def since(self, number: int) -> tuple[list[Event], bool]:
         """Events after `number`, oldest first, and whether there is a gap: some of them are gone, or the number is
         not of this log at all. Raises InvalidCount below 0."""
-        check_count("number", number)
+        number = check_count("number", number)
         self.names.catch_up()
         events = [event for event in self._events if event.number > number]
         if number >= self._number:

@@ -75,7 +75,7 @@ class HostTier:
     def __init__(self, manager: BlockManager, num_blocks: int, save: SavePolicy = "evict") -> None:
         if not isinstance(manager, BlockManager):
             raise InvalidConfig(f"a host tier needs a BlockManager, got {type(manager).__name__}")
-        check_count("num_blocks of a host tier", num_blocks, least=1)
+        num_blocks = check_count("num_blocks of a host tier", num_blocks, least=1)
         if save not in ("evict", "commit", "second-use"):
             raise InvalidConfig(f"save must be evict, commit or second-use, got {save!r}")
         self.manager, self.num_blocks, self.save = manager, num_blocks, save
@@ -375,9 +375,9 @@ class HostTier:
         else:
             self._release(loads.pairs[:, 0].tolist())
         self.counters["loaded" if ok else "failed"] += len(loads.pairs)
+        self.manager.tickets.release([loads.guard])
         if ok and loads.fits():
             self.manager.commit(loads.seq, loads.tokens)
-        self.manager.tickets.release([loads.guard])
 
     def _returning(self, seq: Sequence) -> bool:
         """Its swap is being copied back."""

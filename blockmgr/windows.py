@@ -224,7 +224,7 @@ class WindowGroup:
             over = [blocks for ticket, blocks in self._fenced if ticket not in active]
             self._fenced = [record for record in self._fenced if record[0] in active]
             for blocks in over:
-                self.pool.unfence(self._committed_first(blocks))
+                self.pool.unfence(blocks)
                 self._list_idle(blocks)
         if self.missed:
             self.missed = False
@@ -288,13 +288,9 @@ class WindowGroup:
     def _release(self, table: list[int]) -> None:
         blocks = np.array([block for block in table if block >= 0], np.intp)
         active = self.manager.tickets.active
-        self.pool.drop(self._committed_first(blocks), len(active))
+        self.pool.drop(blocks, len(active))
         self._fenced += [(ticket, blocks) for ticket in active if len(blocks)]
         self._list_idle(blocks)
-
-    def _committed_first(self, blocks: Ints) -> Ints:
-        """As Pool.drop and Pool.unfence want them."""
-        return blocks[np.argsort(~self.pool.committed[blocks], kind="stable")]
 
     def _list_idle(self, blocks: Ints) -> None:
         for block in blocks.tolist():
