@@ -163,7 +163,7 @@ def test_random_workloads(seed: int) -> None:
 
 BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "empty": ([], 4, "must not be empty"),
-    "not integers": ([1.5, 2.0], 4, "integers"),
+    "not integers": ([1.5, 2.0], 4, "float 1.5 at position 0"),
     "text": ("hello", 4, "token ids"),
     "negative": ([3, -7], 4, "-7 at position 1"),
     "beyond the vocabulary": ([3, VOCABULARY], 4, "token id 1000 is outside the model's 0 .. 999"),
