@@ -128,6 +128,8 @@ def media_keys(media: Iterable[tuple[int, bytes]] | None, block_size: int) -> di
     anyone; the block that holds it, and so all its descendants, only with the same media at the same place.
     """
     keys: dict[int, bytes] = {}
+    if type(media) is tuple and not media:  # as with nearly all requests
+        return keys
     for position, identity in as_media(media):
         index = position // block_size
         keys[index] = keys.get(index, b"") + frame(position) + frame(identity)

@@ -140,5 +140,5 @@ class Pool:
         cached = int(np.count_nonzero(committed))
         self.cached += cached
         if cached < len(blocks):
-            self.give(blocks[~committed])
+            self.give(blocks[~committed] if cached else blocks)
         return cached

@@ -37,7 +37,7 @@ POOL = _of(
     ("guard counts no fenced", "self.fenced += idle", "pass", "missed increment"),
     ("unfence ignores leases", "blocks[(counts == 0) & (self.lease[blocks] == 0)]", "blocks[counts == 0]",
      "leased again before the fence fell"),
-    ("settle gives the wrong half", "self.give(blocks[~committed])", "self.give(blocks[committed])",
+    ("settle gives the wrong half", "blocks[~committed] if cached", "blocks[committed] if cached",
      "negation forgotten"),
     ("settle forgets the cached count", "self.cached += cached\n", "pass\n", "missed increment"),
 )  # fmt: skip
